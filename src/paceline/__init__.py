@@ -1,0 +1,1 @@
+"""Paceline: an LLM inference engine with batched DFlash2 speculative decoding."""

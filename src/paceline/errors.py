@@ -1,0 +1,58 @@
+"""Typed errors. Whatever a client or a file can cause is one of these; an ``assert`` means that our own code is wrong."""
+
+from __future__ import annotations
+
+
+class PacelineError(Exception):
+    """Base of all errors that a user may see.
+
+    ``status`` is the HTTP status the server answers with, ``kind`` the ``type`` of OpenAI's error object, ``code`` its
+    ``code`` and ``param`` the request field at fault (if any).
+    """
+
+    status = 500
+    kind = "server_error"
+    code: str | None = None
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        if code is not None:
+            self.code = code
+
+
+class InvalidRequest(PacelineError):
+    """A request that is wrong in itself: a bad value, an unsupported field, a prompt that does not fit."""
+
+    status = 400
+    kind = "invalid_request_error"
+
+
+class AuthenticationError(PacelineError):
+    """A missing or wrong API key."""
+
+    status = 401
+    kind = "invalid_request_error"
+    code = "invalid_api_key"
+
+
+class LoadError(PacelineError):
+    """A model file that is missing, damaged, of another kind, or that does not fit its partner. Names the file."""
+
+
+class ConfigError(PacelineError):
+    """An engine option with a value that cannot work. Names the option and both numbers."""
+
+
+class EngineDead(PacelineError):
+    """The engine has stopped; nothing more is served by it."""
+
+    status = 503
+    code = "engine_dead"
+
+
+class LaneFailed(PacelineError):
+    """One request failed inside the engine; its neighbours went on."""
+
+    code = "lane_failed"

@@ -1,0 +1,184 @@
+"""The nouns that cross a layer: requests, emissions, statistics. Frozen dataclasses of ints, floats and tuples, so that the
+same objects travel inside a process and over a pipe."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from paceline.errors import InvalidRequest
+
+FinishReason = Literal["stop", "length", "cancelled", "error"]
+RowKind = Literal["decode", "prefill"]
+"""Which product and attention kernels a row goes through. It is decided by where the row's token came from (generated or
+prompt) and never by how many rows there are."""
+
+SEED_MODULUS = 2**64
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the tokens of one request are chosen. Values are checked on construction; ``InvalidRequest`` names the field.
+
+    ``temperature`` 0 is argmax. ``top_k`` 0 or -1, ``top_p`` 1 and ``min_p`` 0 switch the filters off. ``seed`` is taken
+    modulo 2**64; ``None`` draws one, which the result reports. ``max_tokens`` ``None`` runs to the end of the context.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        object.__setattr__(self, "stop", tuple(self.stop))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        _number("temperature", self.temperature, 0.0, 100.0)
+        _number("top_p", self.top_p, 0.0, 1.0, low_open=True)
+        _number("min_p", self.min_p, 0.0, 1.0)
+        _integer("top_k", self.top_k, -1, None)
+        if self.seed is not None:
+            _integer("seed", self.seed, None, None)
+        if self.max_tokens is not None:
+            _integer("max_tokens", self.max_tokens, 1, None)
+        if any(not isinstance(text, str) or not text for text in self.stop):
+            raise InvalidRequest("stop must hold non-empty strings", param="stop")
+        for token in self.stop_token_ids:
+            _integer("stop_token_ids", token, 0, None)
+
+
+def _number(name: str, value: object, low: float, high: float, *, low_open: bool = False) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise InvalidRequest(f"{name} must be a finite number, got {value!r}", param=name)
+    if value > high or value < low or (low_open and value == low):
+        bracket = "(" if low_open else "["
+        raise InvalidRequest(f"{name} must lie in {bracket}{low:g}, {high:g}], got {value:g}", param=name)
+
+
+def _integer(name: str, value: object, low: int | None, high: int | None) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InvalidRequest(f"{name} must be an integer, got {value!r}", param=name)
+    if low is not None and value < low:
+        raise InvalidRequest(f"{name} must be at least {low}, got {value}", param=name)
+    if high is not None and value > high:
+        raise InvalidRequest(f"{name} must be at most {high}, got {value}", param=name)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What the engine is asked for: token ids in, token ids out. Stop *strings* live on the text side, which cancels."""
+
+    id: str
+    prompt: tuple[int, ...]
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    seed: int
+    max_tokens: int
+    stop_ids: frozenset[int] = frozenset()
+    speculate: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class RequestStats:
+    """What happened to one request. Times are seconds on the engine's monotonic clock.
+
+    ``keeps`` counts the tokens really emitted by each verify round, so that ``1 + sum(keeps) == len(tokens)``.
+    """
+
+    seed: int
+    prompt_tokens: int
+    completion_tokens: int
+    rounds: int
+    drafted: int
+    accepted: int
+    keeps: tuple[int, ...]
+    queue_seconds: float
+    prefill_seconds: float
+    decode_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Emission:
+    """New tokens of one request; the last one of a request carries ``finish_reason`` and ``stats``.
+
+    ``error`` is set beside ``finish_reason == "error"``: the message that the client is told.
+    """
+
+    request_id: str
+    tokens: tuple[int, ...]
+    finish_reason: FinishReason | None = None
+    stats: RequestStats | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What is fixed once an engine is up."""
+
+    model_name: str
+    target_path: str
+    drafter_path: str | None
+    fingerprint: str
+    arithmetic: str
+    max_ctx: int
+    max_concurrency: int
+    kv_pool_tokens: int
+    vocab_size: int
+    eos_ids: tuple[int, ...]
+    block_size: int | None
+    speculation: bool
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Counters since start. ``drafted`` and ``accepted`` are by draft position (index 0 is the first draft)."""
+
+    queued: int = 0
+    lanes: int = 0
+    requests_finished: dict[str, int] = field(default_factory=dict)
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    rounds: int = 0
+    verify_spans: int = 0
+    emitted_in_verify: int = 0
+    drafted: tuple[int, ...] = ()
+    accepted: tuple[int, ...] = ()
+    pages_free: int = 0
+    pages_total: int = 0
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens emitted per lane per verify round."""
+        return self.emitted_in_verify / self.verify_spans if self.verify_spans else 0.0
+
+
+class EngineHandle(Protocol):
+    """What the text side sees of an engine, whether it runs in a thread or in a process of its own."""
+
+    info: EngineInfo
+
+    def submit(self, request: Request, sink: Callable[[Emission], None]) -> None:
+        """Queue a request. ``sink`` gets its emissions in order, from another thread, and must not block.
+
+        Raises ``InvalidRequest`` for what can never fit and ``EngineDead`` when nothing is served any more. If the engine
+        dies later, the sink gets a last emission with ``finish_reason == "error"``.
+        """
+
+    def cancel(self, request_id: str) -> None:
+        """Stop a request; idempotent, and harmless for one that has ended. Its last emission says ``"cancelled"``."""
+
+    def stats(self) -> EngineStats: ...
+
+    def alive(self) -> bool: ...
+
+    def close(self) -> None: ...
