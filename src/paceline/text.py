@@ -1,0 +1,130 @@
+"""From generated token ids to the text a client sees: byte-exact detokenisation and stop strings.
+
+Everything here works token by token and, below that, character by character, so the outcome is a function of the token
+sequence alone. How many tokens arrive at a time (one per plain round, a burst per verify round) changes nothing.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+
+
+class Detokenizer:
+    """Turns token ids into text without ever splitting a UTF-8 character.
+
+    ``token_bytes`` gives the bytes of one token. Tokens in ``skip`` (control tokens, the request's stop ids) show
+    nothing. Bytes that may still become a character are held back; bytes that cannot are shown as U+FFFD.
+    """
+
+    def __init__(self, token_bytes: Callable[[int], bytes], skip: Collection[int] = ()) -> None:
+        self._token_bytes = token_bytes
+        self._skip = frozenset(skip)
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, tokens: Iterable[int]) -> str:
+        """Text completed by these tokens."""
+        return self._decoder.decode(b"".join(self._token_bytes(token) for token in tokens if token not in self._skip))
+
+    def flush(self) -> str:
+        """The end of the text: U+FFFD if it stops inside a character, else nothing."""
+        return self._decoder.decode(b"", final=True)
+
+
+class StopStrings:
+    """Finds the stop string that is complete first; of several complete at the same character, the longest one.
+
+    Text that may turn out to be the beginning of a stop string is held back. Each string is matched by its own
+    Knuth-Morris-Pratt automaton: a long stop string and a text that nearly matches it cost linear time.
+    """
+
+    def __init__(self, stops: Iterable[str] = ()) -> None:
+        self._stops = tuple(stops)
+        self._borders = tuple(_borders(stop) for stop in self._stops)
+        self._matched = [0] * len(self._stops)
+        self._held = ""
+        self.stopped = False
+
+    def push(self, text: str) -> str:
+        """Text that can be shown now. Once a stop string is complete, ``stopped`` is set and nothing more is shown."""
+        if self.stopped:
+            return ""
+        buffered = self._held + text
+        if not self._stops:
+            return buffered
+        for end, character in enumerate(text, start=len(self._held) + 1):
+            complete = self._advance(character)
+            if complete:
+                self.stopped, self._held = True, ""
+                return buffered[: end - complete]
+        visible = len(buffered) - max(self._matched)
+        self._held = buffered[visible:]
+        return buffered[:visible]
+
+    def flush(self) -> str:
+        """What was held back, now that no more text comes."""
+        held, self._held = self._held, ""
+        return held
+
+    def _advance(self, character: str) -> int:
+        """Feed one character; the length of the longest stop string it completes, or 0."""
+        complete = 0
+        for index, (stop, borders) in enumerate(zip(self._stops, self._borders, strict=True)):
+            matched = self._matched[index]
+            while matched and stop[matched] != character:
+                matched = borders[matched - 1]
+            matched += stop[matched] == character
+            self._matched[index] = matched
+            if matched == len(stop):
+                complete = max(complete, matched)
+        return complete
+
+
+def _borders(pattern: str) -> list[int]:
+    """For every prefix of ``pattern``, the length of its longest proper prefix that is also its suffix."""
+    borders = [0] * len(pattern)
+    length = 0
+    for index in range(1, len(pattern)):
+        while length and pattern[index] != pattern[length]:
+            length = borders[length - 1]
+        length += pattern[index] == pattern[length]
+        borders[index] = length
+    return borders
+
+
+@dataclass(frozen=True, slots=True)
+class TextDelta:
+    """What one burst adds: text to show, and the tokens that count.
+
+    ``stopped`` says that a stop string is complete; the last of ``tokens`` completed it and later ones were dropped.
+    """
+
+    text: str
+    tokens: tuple[int, ...]
+    stopped: bool
+
+
+class TextStream:
+    """Detokeniser and stop strings of one request, driven token by token."""
+
+    def __init__(
+        self, token_bytes: Callable[[int], bytes], *, skip: Collection[int] = (), stop: Iterable[str] = ()
+    ) -> None:
+        self._detokenizer = Detokenizer(token_bytes, skip)
+        self._stops = StopStrings(stop)
+
+    def push(self, tokens: Iterable[int]) -> TextDelta:
+        """Add a burst. After a stop string nothing counts: the delta is empty and says ``stopped``."""
+        text: list[str] = []
+        counted: list[int] = []
+        for token in tokens:
+            if self._stops.stopped:
+                break
+            text.append(self._stops.push(self._detokenizer.push((token,))))
+            counted.append(token)
+        return TextDelta("".join(text), tuple(counted), self._stops.stopped)
+
+    def finish(self) -> str:
+        """The rest of the text, once the last token has been pushed. Nothing after a stop string."""
+        return self._stops.push(self._detokenizer.flush()) + self._stops.flush()
