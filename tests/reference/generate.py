@@ -14,7 +14,7 @@ configurations in float32 on one CPU thread with eager attention. What is writte
 ``target_*.outputs``     ``tokens`` [T], ``hidden`` [layers, T, H] (residual stream after each layer, before the final
                          norm) and ``logits`` [T, V]
 ``drafter_*.weights``    the checkpoint of a drafter; a variant may use a subset of it
-``drafter_inputs``       ``features`` [T, taps * H], ``anchors`` [steps], ``embedding`` and ``lm_head`` [V, H] of a target
+``drafter_inputs``       ``features`` [T, taps * H], ``anchors`` [steps], ``embedding`` and ``lm_head`` [V, H]
 ``drafter_outputs``      per variant: ``hidden`` [steps, B, H] (after the final norm), ``logits`` [steps, B, V] and the
                          greedy ``drafts`` [steps, B - 1]
 ``reference.json``       configurations, versions, and the reference's own error (see ``self_error``)
