@@ -1,0 +1,219 @@
+"""DFlash and DFlash2: a block-diffusion drafter conditioned on the target's hidden states.
+
+Context: each committed position's tapped target features become one K/V row per layer (``project``). A block is the anchor
+followed by B - 1 mask tokens at the next positions; one forward gives the hidden states from which the tokens at those
+same positions are read (``propose``). The blocks of all lanes go through one forward; convolutions, masks and positions
+stay inside a lane's block. L lanes, B block rows, H hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from paceline.batch import PackedBatch
+from paceline.config import DrafterConfig
+from paceline.models.layers import MLP, Embedding, Linear, RMSNorm, parameter
+from paceline.views import AttentionView, ContextView
+from paceline.ops.activation import softcap
+from paceline.ops.attention import attention
+from paceline.ops.conv import dynamic_conv
+from paceline.ops.kv import write_rows
+from paceline.ops.rope import RopeTable, apply_rope
+from paceline.ops.selector import candidate_scores
+from paceline.ops.topk import top_k
+from paceline.sampling import SamplingRows, pick_candidates
+from paceline.types import RowKind
+
+Angles = tuple[Tensor, Tensor]
+
+
+class DFlash(nn.Module):
+    def __init__(self, config: DrafterConfig, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.config = config
+        hidden = config.hidden_size
+        self.fc = Linear(len(config.target_layer_ids) * hidden, hidden, dtype)
+        self.hidden_norm = RMSNorm(hidden, config.rms_eps)
+        self.layers = nn.ModuleList(Layer(config, index, dtype) for index in range(config.num_layers))
+        self.norm = RMSNorm(hidden, config.rms_eps)
+        self.candidate_selector = Selector(config, dtype) if config.selector_rank else None
+        self.embed_tokens = Embedding(config.own_embedding_rows, hidden) if config.own_embedding_rows else None
+        self.lm_head = Linear(hidden, config.own_head_rows, torch.float32) if config.own_head_rows else None
+        self.rope: RopeTable | None = None
+
+    def finish(self, max_positions: int) -> None:
+        """After loading: pack the products and make the rotary table for positions below ``max_positions``."""
+        for module in self.modules():
+            if isinstance(module, Linear):
+                module.pack()
+        config, device = self.config, self.norm.weight.device
+        self.rope = RopeTable(max_positions, config.head_dim, config.rope_theta, config.rope_scaling, device)
+
+    def project(self, features: Tensor, batch: PackedBatch, views: list[ContextView]) -> None:
+        """Stage the context K/V rows of features [N, taps * H] for each layer; nothing is attended here."""
+        assert self.rope is not None, "finish() has not been called"
+        angles = self.rope.at(batch.positions)
+        context = self.hidden_norm(self.fc(features, batch.kind))
+        for layer, view in zip(self.layers, views, strict=True):
+            view.stage(*layer.self_attn.keys_values(context, angles, batch.kind))
+
+    def hidden(self, anchors: Tensor, embed: Embedding, batch: PackedBatch, views: list[AttentionView]) -> Tensor:
+        """Final hidden states [L, B, H] of one block per lane; anchors [L], ``batch`` has L spans of B rows."""
+        assert self.rope is not None, "finish() has not been called"
+        lanes, rows = batch.num_spans, batch.lengths[0]
+        tokens = torch.full((lanes, rows), self.config.mask_token_id, device=anchors.device)
+        tokens[:, 0] = anchors
+        angles = self.rope.at(batch.positions)
+        x = (self.embed_tokens or embed)(tokens.flatten()) * self.config.embedding_scale
+        for layer, view in zip(self.layers, views, strict=True):
+            x = layer(x, angles, batch, view)
+        return self.norm(x).unflatten(0, (lanes, rows))
+
+    def logits(self, hidden: Tensor, head: Linear) -> Tensor:
+        """float32 logits [R, V] of hidden rows [R, H], scaled and capped as the checkpoint says."""
+        logits = (self.lm_head or head)(hidden, "decode") * self.config.output_multiplier
+        cap = self.config.logit_softcap
+        return softcap(logits, cap) if cap > 0 else logits
+
+    def propose(
+        self,
+        anchors: Tensor,
+        embed: Embedding,
+        head: Linear,
+        batch: PackedBatch,
+        views: list[AttentionView],
+        rows: SamplingRows,
+    ) -> Tensor:
+        """Draft tokens [L, B - 1] for anchors [L]. ``embed`` and ``head`` are the target's, used where the drafter has none
+        of its own; ``rows`` holds L * (B - 1) rows, lane-major, for the noise that drafter and target share."""
+        hidden = self.hidden(anchors, embed, batch, views)[:, 1:]
+        lanes, slots, _ = hidden.shape
+        logits = self.logits(hidden.flatten(0, 1), head)
+        if self.candidate_selector is None:
+            values, ids = top_k(logits, min(_PLAIN_TOP_K, logits.shape[1]))
+            chosen = pick_candidates(values, ids, rows)
+            return ids.gather(1, chosen.unsqueeze(1)).view(lanes, slots)
+        return self.candidate_selector(hidden, logits, anchors, rows)
+
+
+_PLAIN_TOP_K = 16
+"""Candidates that a drafter without a selector draws among when the request samples; greedy needs only the first."""
+
+
+class Selector(nn.Module):
+    """Walks the slots of a block, choosing each token given the one before it."""
+
+    def __init__(self, config: DrafterConfig, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.top_k = config.selector_top_k
+        self.predecessor_codebook = parameter(config.selector_vocab, config.selector_rank)
+        self.successor_codebook = parameter(config.selector_vocab, config.selector_rank)
+        self.hidden_projection = Linear(config.hidden_size, config.selector_rank, dtype)
+
+    def forward(self, hidden: Tensor, logits: Tensor, anchors: Tensor, rows: SamplingRows) -> Tensor:
+        """hidden [L, B - 1, H], logits [L * (B - 1), V], anchors [L] -> tokens [L, B - 1]."""
+        lanes, slots, _ = hidden.shape
+        values, ids = (t.view(lanes, slots, -1) for t in top_k(logits, self.top_k))
+        query = self.hidden_projection(hidden.flatten(0, 1), "decode").view(lanes, slots, -1)
+        previous, path = anchors, []
+        for slot in range(slots):
+            scores = candidate_scores(
+                values[:, slot],
+                ids[:, slot],
+                query[:, slot],
+                previous,
+                self.predecessor_codebook,
+                self.successor_codebook,
+            )
+            at = torch.arange(lanes, device=hidden.device) * slots + slot
+            chosen = pick_candidates(scores, ids[:, slot], rows.select(at))
+            previous = ids[:, slot].gather(1, chosen.unsqueeze(1)).squeeze(1)
+            path.append(previous)
+        return torch.stack(path, dim=1)
+
+
+class Layer(nn.Module):
+    def __init__(self, config: DrafterConfig, index: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_eps)
+        self.self_attn = Attention(config, index, dtype)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_eps)
+        self.mlp = MLP(config.hidden_size, config.intermediate_size, dtype)
+        self.attention_conv = DynamicConv(config, dtype) if config.conv_kernel else None
+        self.mlp_conv = DynamicConv(config, dtype) if config.conv_kernel else None
+
+    def forward(self, x: Tensor, angles: Angles, batch: PackedBatch, view: AttentionView) -> Tensor:
+        x = x + _with_conv(
+            self.attention_conv, self.input_layernorm(x), batch, lambda n: self.self_attn(n, angles, batch, view)
+        )
+        return x + _with_conv(self.mlp_conv, self.post_attention_layernorm(x), batch, lambda n: self.mlp(n, batch.kind))
+
+
+def _with_conv(conv: DynamicConv | None, n: Tensor, batch: PackedBatch, inner: Callable[[Tensor], Tensor]) -> Tensor:
+    """conv_out(inner(conv_in(n))); both kernels come from n, before the first convolution."""
+    if conv is None:
+        return inner(n)
+    blocks = (batch.num_spans, batch.lengths[0])
+    kernels = conv.kernels(n, batch.kind).unflatten(0, blocks)
+    n = dynamic_conv(n.unflatten(0, blocks), conv.base_kernel[0], kernels[:, :, 0]).flatten(0, 1)
+    return dynamic_conv(inner(n).unflatten(0, blocks), conv.base_kernel[1], kernels[:, :, 1]).flatten(0, 1)
+
+
+class DynamicConv(nn.Module):
+    """Kernels of the two convolutions around a sublayer: base [2, K, H] and a projection that adds to it per token and
+    group of channels (row of the projection = (side * K + tap) * G + group)."""
+
+    def __init__(self, config: DrafterConfig, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.taps, self.groups = config.conv_kernel, config.hidden_size // config.conv_group
+        self.base_kernel = parameter(2, self.taps, config.hidden_size)
+        self.kernel_projection = Linear(config.hidden_size, 2 * self.taps * self.groups, dtype)
+
+    def kernels(self, n: Tensor, kind: RowKind) -> Tensor:
+        """[N, H] -> [N, 2, K, G]."""
+        return self.kernel_projection(n, kind).unflatten(-1, (2, self.taps, self.groups))
+
+
+class Attention(nn.Module):
+    """Grouped-query attention over the lane's context rows and its own block, full rotary embedding."""
+
+    def __init__(self, config: DrafterConfig, index: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        self.causal = config.causal[index]
+        self.window = config.sliding_window if config.sliding[index] else None
+        self.q_proj = Linear(config.hidden_size, self.heads * self.head_dim, dtype)
+        self.k_proj = Linear(config.hidden_size, self.kv_heads * self.head_dim, dtype)
+        self.v_proj = Linear(config.hidden_size, self.kv_heads * self.head_dim, dtype)
+        self.o_proj = Linear(self.heads * self.head_dim, config.hidden_size, dtype)
+        self.q_norm = RMSNorm(self.head_dim, config.rms_eps)
+        self.k_norm = RMSNorm(self.head_dim, config.rms_eps)
+
+    def keys_values(self, n: Tensor, angles: Angles, kind: RowKind) -> tuple[Tensor, Tensor]:
+        """K (normed, rotated) and V [N, Hkv, D] of rows n [N, H], for context and block rows alike."""
+        k = self.k_proj(n, kind).unflatten(-1, (self.kv_heads, self.head_dim))
+        v = self.v_proj(n, kind).unflatten(-1, (self.kv_heads, self.head_dim))
+        return apply_rope(self.k_norm(k), angles), v
+
+    def forward(self, n: Tensor, angles: Angles, batch: PackedBatch, view: AttentionView) -> Tensor:
+        # Block rows are written behind the committed context, where only their own block sees them and where the next
+        # committed rows overwrite them.
+        k, v = self.keys_values(n, angles, batch.kind)
+        write_rows(view.k, view.slots, k)
+        write_rows(view.v, view.slots, v)
+        q = self.q_proj(n, batch.kind).unflatten(-1, (self.heads, self.head_dim))
+        q = apply_rope(self.q_norm(q), angles)
+        o = attention(
+            q,
+            view.k,
+            view.v,
+            view.page_table,
+            batch,
+            scale=self.head_dim**-0.5,
+            causal=self.causal,
+            window=self.window,
+        )
+        return self.o_proj(o.flatten(1), batch.kind)

@@ -1,0 +1,61 @@
+"""Short convolutions: the depthwise causal one of Gated DeltaNet, and DFlash2's grouped dynamic one."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from paceline.batch import PackedBatch
+from paceline.ops.activation import silu
+
+
+def causal_conv(x: Tensor, history: Tensor, weight: Tensor, batch: PackedBatch) -> Tensor:
+    """silu(Σ_i weight[:, i] * x[t - (w-1) + i]) per channel, over the packed spans of ``batch``.
+
+    x [N, C] raw inputs; history [S, w-1, C] the last raw inputs before each span, oldest first; weight [C, w], whose last
+    tap belongs to the current token. Returns [N, C].
+    """
+    taps = weight.shape[1]
+    extended, first = _extended(x, history, batch)
+    total = extended[first] * weight[:, 0]
+    for tap in range(1, taps):
+        total = total + extended[first + tap] * weight[:, tap]
+    return silu(total)
+
+
+def conv_history(x: Tensor, history: Tensor, keep: Tensor, batch: PackedBatch) -> Tensor:
+    """The new history [S, w-1, C] after the first ``keep`` [S] rows of each span: rows keep … keep + w - 2 of
+    (history ‖ inputs), counted from 0."""
+    width = history.shape[1]
+    spans = torch.arange(history.shape[0], device=x.device)
+    extended = torch.cat((history.flatten(0, 1), x))
+    offset = keep.unsqueeze(1) + torch.arange(width, device=x.device)
+    old = spans.unsqueeze(1) * width + offset
+    new = history.shape[0] * width + batch.starts.unsqueeze(1) + offset - width
+    return extended[torch.where(offset < width, old, new)]
+
+
+def _extended(x: Tensor, history: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor]:
+    """Per span (history ‖ inputs), packed, and each row's index of its oldest tap in it."""
+    width = history.shape[1]
+    first = torch.arange(x.shape[0], device=x.device) + batch.row_span * width
+    extended = torch.empty(x.shape[0] + history.shape[0] * width, x.shape[1], dtype=x.dtype, device=x.device)
+    extended[first + width] = x
+    heads = batch.starts + torch.arange(history.shape[0], device=x.device) * width
+    extended[heads.unsqueeze(1) + torch.arange(width, device=x.device)] = history
+    return extended, first
+
+
+def dynamic_conv(x: Tensor, base: Tensor, dynamic: Tensor) -> Tensor:
+    """DFlash2: y[j, c] = Σ_t (base[t, c] + dynamic[j, t, c // group]) * x[j - t, c], zeros before the block.
+
+    x [L, B, C], one block per lane, so a lane never sees another's; base [K, C]; dynamic [L, B, K, G] with
+    group = C / G. Taps that reach before the block contribute nothing, also where B < K.
+    """
+    lanes, rows, channels = x.shape
+    group = channels // dynamic.shape[-1]
+    total = torch.zeros_like(x)
+    for tap in range(min(base.shape[0], rows)):
+        kernel = base[tap] + dynamic[:, tap:, tap].repeat_interleave(group, dim=-1)
+        total[:, tap:] = total[:, tap:] + kernel * x[:, : rows - tap]
+    return total

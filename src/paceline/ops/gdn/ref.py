@@ -1,0 +1,138 @@
+"""The gated delta rule (Yang et al., Gated Delta Networks, 2024), float32.
+
+Per value head, with its key head's q (scaled) and k, state S [Dk, Dv], decay e^g and write strength beta:
+
+    S <- e^g S;   d = beta (v - Sᵀk);   S <- S + k dᵀ;   o = Sᵀq
+
+``gdn_verify`` walks the rows of generated tokens one by one and leaves the committed state untouched; it returns d, which
+with k and g is the replay log. ``gdn_replay`` applies the first rows of a log to the state with the very operations of
+the walk, so that committing is bit-identical to having stepped. ``gdn_prefill`` computes prompt rows by chunks of 64
+(the WY form), which is another arithmetic and therefore used for prompt rows only.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from paceline.batch import PackedBatch
+from paceline.config import CHUNK_SIZE
+
+
+def gdn_verify(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor, state: Tensor, head_map: Tensor, batch: PackedBatch
+) -> tuple[Tensor, Tensor]:
+    """q, k [N, Hk, Dk]; v [N, Hv, Dv]; beta, g [N, Hv]; state [S, Hv, Dk, Dv], one per span (read only);
+    head_map [Hv] the key head of each value head. Returns (o, d), both [N, Hv, Dv]."""
+    order = sorted(range(len(batch.lengths)), key=lambda span: -batch.lengths[span])
+    state = state[torch.tensor(order, device=q.device)]
+    key_query = torch.stack((k[:, head_map], q[:, head_map]), dim=2)
+    overlap = (key_query[:, :, 0] * key_query[:, :, 1]).sum(-1, keepdim=True)
+    decay = torch.exp(g).unsqueeze(-1)
+    out, delta = torch.empty_like(v), torch.empty_like(v)
+    for step in range(batch.lengths[order[0]]):
+        rows = [batch.offsets[span] + step for span in order if batch.lengths[span] > step]
+        going_on = sum(batch.lengths[span] > step + 1 for span in order)
+        at = torch.tensor(rows, device=q.device)
+        read = _contract(key_query[at], state[: len(rows)])
+        d = beta[at].unsqueeze(-1) * (v[at] - decay[at] * read[:, :, 0])
+        out[at] = decay[at] * read[:, :, 1] + overlap[at] * d
+        delta[at] = d
+        if going_on:
+            go = at[:going_on]
+            _advance(state[:going_on], key_query[go, :, 0], d[:going_on], decay[go])
+    return out, delta
+
+
+def _contract(key_query: Tensor, state: Tensor) -> Tensor:
+    """[n, Hv, 2, Dk] times [n, Hv, Dk, Dv]: both reads of the state in one pass."""
+    return torch.bmm(key_query.flatten(0, 1), state.flatten(0, 1)).unflatten(0, state.shape[:2])
+
+
+def _advance(state: Tensor, k: Tensor, d: Tensor, decay: Tensor) -> None:
+    """S <- e^g S + k dᵀ in place; the product is rounded before it is added, on every path."""
+    state.mul_(decay.unsqueeze(-1)).add_(k.unsqueeze(-1) * d.unsqueeze(-2))
+
+
+def gdn_replay(state: Tensor, k: Tensor, d: Tensor, g: Tensor, head_map: Tensor) -> None:
+    """Apply the kept rows of one lane's log to its state, in order and in place, for all layers at once.
+
+    state [layers, Hv, Dk, Dv]; k [layers, keep, Hk, Dk]; d [layers, keep, Hv, Dv]; g [layers, keep, Hv].
+    """
+    k, decay = k[:, :, head_map], torch.exp(g).unsqueeze(-1)
+    for row in range(k.shape[1]):
+        _advance(state, k[:, row], d[:, row], decay[:, row])
+
+
+def gdn_prefill(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor, state: Tensor, head_map: Tensor, batch: PackedBatch
+) -> tuple[Tensor, Tensor]:
+    """Shapes as in ``gdn_verify``; every span starts at a multiple of 64 of its sequence. Returns (o [N, Hv, Dv], the new
+    states [S, Hv, Dk, Dv]). A partial last chunk is padded with rows of zeros, which are exact no-ops."""
+    chunks = _Chunks(batch, q.device)
+    q, k, v, beta, g = (chunks.gather(t) for t in (q[:, head_map], k[:, head_map], v, beta, g))
+    total = _prefix_sum(g)
+    lower = torch.ones(CHUNK_SIZE, CHUNK_SIZE, dtype=torch.bool, device=q.device).tril()
+    ratio = torch.exp((total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill(~lower, float("-inf")))
+    mixing = beta.unsqueeze(-1) * _mm(k, k.transpose(-1, -2)) * ratio
+    rhs = torch.cat((v, torch.exp(total).unsqueeze(-1) * k), dim=-1) * beta.unsqueeze(-1)
+    solved = torch.linalg.solve_triangular(mixing.tril(-1), rhs, upper=False, unitriangular=True)
+    u, y = solved[..., : v.shape[-1]].contiguous(), solved[..., v.shape[-1] :].contiguous()
+    scores = _mm(q, k.transpose(-1, -2)) * ratio
+    q_decayed = torch.exp(total).unsqueeze(-1) * q
+    last = total[..., -1:]
+    k_decayed = (torch.exp(last - total).unsqueeze(-1) * k).transpose(-1, -2)
+    state, out = state.clone(), torch.empty_like(v)
+    for at, spans in chunks.ordinals:
+        before = state[spans]
+        value = u[at] - _mm(y[at], before)
+        out[at] = _mm(q_decayed[at], before) + _mm(scores[at], value)
+        state[spans] = torch.exp(last[at]).unsqueeze(-1) * before + _mm(k_decayed[at], value)
+    return chunks.scatter(out), state
+
+
+def _mm(a: Tensor, b: Tensor) -> Tensor:
+    """Batched product over [chunks, heads]; a fixed shape per item, so the batch size does not matter."""
+    return torch.bmm(a.flatten(0, 1), b.flatten(0, 1)).unflatten(0, a.shape[:2])
+
+
+def _prefix_sum(x: Tensor) -> Tensor:
+    """Inclusive sums over the last dimension in log2 steps: the order of additions is fixed by the position alone."""
+    step = 1
+    while step < x.shape[-1]:
+        x = torch.cat((x[..., :step], x[..., step:] + x[..., :-step]), dim=-1)
+        step *= 2
+    return x
+
+
+class _Chunks:
+    """Rows of a packed batch arranged as [chunks, Hv, 64, ...], and the chunks grouped by their ordinal in their span."""
+
+    def __init__(self, batch: PackedBatch, device: torch.device) -> None:
+        self.rows = batch.num_rows
+        index = torch.full((sum(-(-length // CHUNK_SIZE) for length in batch.lengths), CHUNK_SIZE), self.rows)
+        by_ordinal: dict[int, tuple[list[int], list[int]]] = {}
+        chunk = 0
+        for span, (offset, length) in enumerate(zip(batch.offsets, batch.lengths, strict=True)):
+            for ordinal, start in enumerate(range(0, length, CHUNK_SIZE)):
+                size = min(CHUNK_SIZE, length - start)
+                index[chunk, :size] = torch.arange(offset + start, offset + start + size)
+                at, spans = by_ordinal.setdefault(ordinal, ([], []))
+                at.append(chunk)
+                spans.append(span)
+                chunk += 1
+        self.index = index.to(device)
+        self.ordinals = [
+            (torch.tensor(at, device=device), torch.tensor(spans, device=device)) for at, spans in by_ordinal.values()
+        ]
+
+    def gather(self, x: Tensor) -> Tensor:
+        """[N, Hv, ...] -> [chunks, Hv, 64, ...], zeros in the padding."""
+        padded = torch.cat((x, x.new_zeros(1, *x.shape[1:])))
+        return padded[self.index].transpose(1, 2).contiguous()
+
+    def scatter(self, x: Tensor) -> Tensor:
+        """[chunks, Hv, 64, Dv] -> [N, Hv, Dv]."""
+        out = x.new_empty(self.rows + 1, x.shape[1], x.shape[3])
+        out[self.index.flatten()] = x.transpose(1, 2).flatten(0, 1)
+        return out[: self.rows]

@@ -1,0 +1,61 @@
+"""Paged K/V storage in float32, float16, bfloat16 or q8_0 (32 values: one float16 scale and 32 int8).
+
+Values are rounded to the stored type once, on writing; every reader sees the stored value, also the forward that wrote it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from paceline.config import PAGE_SIZE, CacheType
+
+_DENSE: dict[str, torch.dtype] = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+_GROUP = 32
+
+
+@dataclass(frozen=True, slots=True)
+class PagedTensor:
+    """``data`` [pages, PAGE_SIZE, heads, D]; ``scale`` [pages, PAGE_SIZE, heads, D / 32] float16 for q8_0, else None."""
+
+    data: Tensor
+    scale: Tensor | None
+
+
+def allocate_pages(kind: CacheType, pages: int, heads: int, dim: int, device: torch.device) -> PagedTensor:
+    shape = (pages, PAGE_SIZE, heads)
+    if kind == "q8_0":
+        data = torch.zeros(*shape, dim, dtype=torch.int8, device=device)
+        return PagedTensor(data, torch.zeros(*shape, dim // _GROUP, dtype=torch.float16, device=device))
+    return PagedTensor(torch.zeros(*shape, dim, dtype=_DENSE[kind], device=device), None)
+
+
+def bytes_per_token(kind: CacheType, heads: int, dim: int) -> int:
+    """Bytes that one token of one layer's K (or V) takes."""
+    if kind == "q8_0":
+        return heads * (dim + 2 * (dim // _GROUP))
+    return heads * dim * _DENSE[kind].itemsize
+
+
+def write_rows(cache: PagedTensor, slots: Tensor, values: Tensor) -> None:
+    """Store values [N, heads, D] float32 at slots [N] (page * PAGE_SIZE + offset), in place."""
+    data = cache.data.view(-1, *cache.data.shape[2:])
+    if cache.scale is None:
+        data[slots] = values.to(data.dtype)
+        return
+    groups = values.unflatten(-1, (-1, _GROUP))
+    scale = (groups.abs().amax(-1) / 127.0).to(torch.float16)
+    divisor = scale.float().unsqueeze(-1)
+    levels = torch.where(divisor > 0, groups / divisor, torch.zeros_like(groups)).round().clamp(-127, 127)
+    data[slots] = levels.to(torch.int8).flatten(-2)
+    cache.scale.view(-1, *cache.scale.shape[2:])[slots] = scale
+
+
+def read_pages(cache: PagedTensor, pages: Tensor) -> Tensor:
+    """Gather whole pages: pages [...] -> float32 [..., PAGE_SIZE, heads, D]."""
+    data = cache.data[pages].float()
+    if cache.scale is None:
+        return data
+    return (data.unflatten(-1, (-1, _GROUP)) * cache.scale[pages].float().unsqueeze(-1)).flatten(-2)

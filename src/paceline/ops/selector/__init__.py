@@ -1,0 +1,3 @@
+from paceline.ops.selector.ref import candidate_scores
+
+__all__ = ["candidate_scores"]

@@ -1,0 +1,85 @@
+"""Sizes of the state, in bytes, pages and rows. Pure arithmetic, used by the pool and by capacity planning."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from paceline.config import PAGE_SIZE, CacheType, DrafterConfig, TargetConfig
+from paceline.ops.attention import KEY_BLOCK
+from paceline.ops.kv import bytes_per_token
+
+
+@dataclass(frozen=True, slots=True)
+class StateShape:
+    """What the pool allocates.
+
+    ``lanes`` live requests; ``max_ctx`` tokens per sequence; ``pool_tokens`` tokens of K/V over all lanes;
+    ``draft_rows`` the drafter's block (0 without a drafter).
+    """
+
+    target: TargetConfig
+    drafter: DrafterConfig | None
+    lanes: int
+    max_ctx: int
+    pool_tokens: int
+    cache_type_k: CacheType
+    cache_type_v: CacheType
+    draft_cache_type: CacheType
+
+    @property
+    def draft_rows(self) -> int:
+        return self.drafter.block_size if self.drafter else 0
+
+    @property
+    def pages(self) -> int:
+        return -(-self.pool_tokens // PAGE_SIZE)
+
+    @property
+    def max_pages_per_lane(self) -> int:
+        return pages_for(self.max_ctx + self.draft_rows)
+
+    @property
+    def ring_pages(self) -> int:
+        """Pages of a lane's ring for sliding drafter layers: the window and one block, in whole key blocks, so that a
+        key block never wraps and block rows never overwrite a row that is still visible."""
+        if self.drafter is None or self.drafter.sliding_window is None:
+            return 0
+        rows = min(self.drafter.sliding_window, self.max_ctx) + self.draft_rows + KEY_BLOCK
+        return -(-rows // KEY_BLOCK) * KEY_BLOCK // PAGE_SIZE
+
+    def reserve(self, tokens: int) -> int:
+        """Pages that a sequence of ``tokens`` tokens may come to own. Full-attention drafter layers share the target's
+        page table and write one block behind the last token."""
+        behind = self.draft_rows if self.drafter and not all(self.drafter.sliding) else 0
+        return pages_for(tokens + behind)
+
+
+def pages_for(tokens: int) -> int:
+    return -(-tokens // PAGE_SIZE)
+
+
+def kv_bytes_per_token(shape: StateShape) -> int:
+    """Bytes of paged K/V per token: the target's attention layers and the drafter's full layers."""
+    target, drafter = shape.target, shape.drafter
+    layers = target.layer_types.count("attention")
+    total = layers * (
+        bytes_per_token(shape.cache_type_k, target.num_kv_heads, target.head_dim)
+        + bytes_per_token(shape.cache_type_v, target.num_kv_heads, target.head_dim)
+    )
+    if drafter:
+        full = drafter.sliding.count(False)
+        total += 2 * full * bytes_per_token(shape.draft_cache_type, drafter.num_kv_heads, drafter.head_dim)
+    return total
+
+
+def lane_bytes(shape: StateShape) -> int:
+    """Bytes per lane whatever its context: Gated-DeltaNet state, convolution history, the drafter's rings."""
+    target, drafter = shape.target, shape.drafter
+    layers = target.layer_types.count("gdn")
+    state = target.gdn_value_heads * target.gdn_key_dim * target.gdn_value_dim
+    history = (target.conv_kernel - 1) * target.conv_channels
+    total = 4 * layers * (state + history)
+    if drafter:
+        per_token = bytes_per_token(shape.draft_cache_type, drafter.num_kv_heads, drafter.head_dim)
+        total += 2 * drafter.sliding.count(True) * shape.ring_pages * PAGE_SIZE * per_token
+    return total
