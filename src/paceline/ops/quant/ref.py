@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 _CHUNK_ELEMENTS = 1 << 18
-"""Elements decoded at a time: the intermediates of one chunk stay in the cache, and a large matrix needs little memory."""
+"""Elements decoded at a time: the intermediates of a chunk stay in the cache, and a large matrix needs little memory."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
