@@ -14,6 +14,8 @@ import torch
 
 from paceline.errors import LoadError
 from paceline.ops.quant import QuantTensor
+from paceline.weights.template import ChatTemplate
+from paceline.weights.tokenizer import Tokenizer
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -101,6 +103,24 @@ class GgufFile:
     def architecture(self) -> str:
         """``general.architecture``, or "" when the file has none."""
         return str(self.metadata.get("general.architecture", ""))
+
+    def tokenizer(self) -> Tokenizer:
+        return Tokenizer.from_gguf(self.path, self.metadata)
+
+    def chat_template(self) -> ChatTemplate | None:
+        source = self.metadata.get("tokenizer.chat_template")
+        if source is None:
+            return None
+        tokens = self.metadata.get("tokenizer.ggml.tokens", ())
+        ids = [self.metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("bos", "eos")]
+        bos, eos = (tokens[i] if i is not None and i < len(tokens) else "" for i in ids)
+        return ChatTemplate(source, bos_token=bos, eos_token=eos, origin=str(self.path))
+
+
+def is_later_part(path: Path) -> bool:
+    """Whether a file name is that of the second or a later part of a split model."""
+    name = _SPLIT_NAME.search(path.name)
+    return name is not None and int(name[1]) > 1
 
 
 def _read(path: Path) -> _Reader:

@@ -3,7 +3,6 @@ tensor is used or listed as ignored, and every refusal names the file and both s
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,88 +14,159 @@ from torch import nn
 from paceline.config import DrafterConfig, TargetConfig
 from paceline.errors import LoadError
 from paceline.ops.quant import BLOCKS, QuantTensor, dequantize
-from paceline.weights import geometry, names
-from paceline.weights.gguf import GgufFile
+from paceline.weights import gguf_geometry, hf_geometry, names
+from paceline.weights.geometry import rows
+from paceline.weights.gguf import GgufFile, is_later_part
+from paceline.weights.safetensors import HfDirectory, effective_target_tensor
 from paceline.weights.template import ChatTemplate
 from paceline.weights.tokenizer import Tokenizer
 
+ModelFile = GgufFile | HfDirectory
 Config = TypeVar("Config", TargetConfig, DrafterConfig)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Checkpoint(Generic[Config]):
-    """A model file that can be run.
+    """A model that can be run.
 
     ``tensors`` are by parameter name of our model, in their stored form, ``sources`` says what each is called in the file,
-    ``ignored`` lists the tensors that are left out on purpose. ``metadata`` is the GGUF metadata or ``config.json``.
+    ``ignored`` lists the tensors that are left out on purpose.
     """
 
-    path: Path
-    paths: tuple[Path, ...]
+    file: ModelFile
     config: Config
     tensors: Mapping[str, QuantTensor]
     sources: Mapping[str, str]
     ignored: tuple[str, ...]
-    metadata: Mapping[str, Any]
+
+    @property
+    def path(self) -> Path:
+        """The GGUF file (the first of a split one) or the Hugging Face directory."""
+        return self.file.path
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """Every file that holds weights."""
+        return self.file.paths
+
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        """GGUF key-value pairs, or ``config.json``."""
+        return self.file.metadata
 
     def tokenizer(self) -> Tokenizer:
-        """Build the checkpoint's tokenizer; ``LoadError`` when it has none or one of another kind."""
-        return Tokenizer.from_gguf(self.path, self.metadata)
+        """Build the tokenizer; ``LoadError`` when the checkpoint has none or one of another kind."""
+        return self.file.tokenizer()
 
     def chat_template(self) -> ChatTemplate | None:
-        """The checkpoint's chat template, compiled; ``None`` when it has none."""
-        source = self.metadata.get("tokenizer.chat_template")
-        if source is None:
-            return None
-        tokens = self.metadata.get("tokenizer.ggml.tokens", ())
-        texts = {}
-        for kind in ("bos", "eos"):
-            index = self.metadata.get(f"tokenizer.ggml.{kind}_token_id")
-            texts[f"{kind}_token"] = tokens[index] if index is not None and index < len(tokens) else ""
-        return ChatTemplate(source, **texts, origin=str(self.path))
+        """The chat template, compiled; ``None`` when there is none, ``LoadError`` when it cannot be read."""
+        return self.file.chat_template()
+
+
+def open_file(path: str | Path) -> ModelFile:
+    """Open whatever ``path`` holds: a GGUF file, a Hugging Face directory, or a directory with one GGUF model in it."""
+    path = Path(path)
+    if not path.is_dir():
+        return GgufFile(path)
+    if (path / "config.json").is_file():
+        return HfDirectory(path)
+    files = [file for file in sorted(path.glob("*.gguf")) if not is_later_part(file)]
+    if len(files) != 1:
+        found = ", ".join(file.name for file in files) or "none"
+        raise LoadError(f"{path}: a directory with neither config.json nor exactly one GGUF model; GGUF models: {found}")
+    return GgufFile(files[0])
 
 
 def open_target(path: str | Path) -> Checkpoint[TargetConfig]:
     """Open a Qwen3.5-family target. ``LoadError`` when it cannot be run as it is."""
-    file = GgufFile(path)
-    if file.architecture not in geometry.TARGET_ARCHITECTURES:
-        raise LoadError(_wrong_architecture(file, "target", geometry.TARGET_ARCHITECTURES))
-    layers = geometry.gguf_target_layers(file)
-    config = geometry.gguf_target_config(file)
+    return target_of(open_file(path))
+
+
+def open_drafter(path: str | Path) -> Checkpoint[DrafterConfig]:
+    """Open a DFlash or DFlash2 drafter. ``LoadError`` when it cannot be run as it is."""
+    return drafter_of(open_file(path))
+
+
+def target_of(file: ModelFile) -> Checkpoint[TargetConfig]:
+    """See ``open_target``."""
+    _check_role(file, "target", _TARGETS, _DRAFTERS)
+    return _hf_target(file) if isinstance(file, HfDirectory) else _gguf_target(file)
+
+
+def drafter_of(file: ModelFile) -> Checkpoint[DrafterConfig]:
+    """See ``open_drafter``."""
+    _check_role(file, "drafter", _DRAFTERS, _TARGETS)
+    return _hf_drafter(file) if isinstance(file, HfDirectory) else _gguf_drafter(file)
+
+
+_TARGETS = (*gguf_geometry.TARGET_ARCHITECTURES, *hf_geometry.TARGET_ARCHITECTURES)
+_DRAFTERS = (
+    *gguf_geometry.DRAFTER_ARCHITECTURES,
+    *gguf_geometry.LUCEBOX_ARCHITECTURES,
+    *hf_geometry.DRAFTER_ARCHITECTURES,
+)
+
+
+def _check_role(file: ModelFile, role: str, supported: tuple[str, ...], others: tuple[str, ...]) -> None:
+    found = file.architecture
+    if found in supported:
+        return
+    if "dspark" in found.lower():
+        raise LoadError(f"{file.path}: a DSpark drafter ({found}); supported: DFlash and DFlash2")
+    if found in others:
+        raise LoadError(f"{file.path}: a {'drafter' if role == 'target' else 'target'} ({found}), not a {role}")
+    raise LoadError(f"{file.path}: architecture {found!r} is not supported as a {role}; supported: {', '.join(supported)}")
+
+
+def _gguf_target(file: GgufFile) -> Checkpoint[TargetConfig]:
+    layers = gguf_geometry.target_layers(file)
+    config = gguf_geometry.target_config(file)
 
     def beyond(name: str) -> bool:
         block = names.gguf_block(name)
         return block is not None and block >= layers
 
-    tensors, sources, ignored = _named(file.path, file.tensors, names.target_from_gguf, beyond, drafter=False)
-    return Checkpoint(file.path, file.paths, config, tensors, sources, ignored, file.metadata)
+    tensors, sources, ignored = _named(file, names.target_from_gguf, beyond, drafter=False)
+    return Checkpoint(file, config, tensors, sources, ignored)
 
 
-def open_drafter(path: str | Path) -> Checkpoint[DrafterConfig]:
-    """Open a DFlash or DFlash2 drafter. ``LoadError`` when it cannot be run as it is."""
-    file = GgufFile(path)
-    known = (*geometry.DRAFTER_ARCHITECTURES, *geometry.LUCEBOX_ARCHITECTURES)
-    if file.architecture not in known:
-        raise LoadError(_wrong_architecture(file, "drafter", known))
-    tensors, sources, ignored = _named(file.path, file.tensors, names.drafter_from_gguf, _is_domino, drafter=True)
-    config = geometry.gguf_drafter_config(file)
+def _hf_target(file: HfDirectory) -> Checkpoint[TargetConfig]:
+    tied = hf_geometry.ties_embeddings(file)
+
+    def dropped(name: str) -> bool:
+        return names.hf_is_dropped(name) or (tied and name == "lm_head.weight")
+
+    tensors, sources, ignored = _named(file, names.target_from_hf, dropped, drafter=False)
+    config = hf_geometry.target_config(file, rows(file.path, tensors, "embed_tokens.weight"))
+    tensors = {name: effective_target_tensor(name, tensor) for name, tensor in tensors.items()}
+    return Checkpoint(file, config, tensors, sources, ignored)
+
+
+def _gguf_drafter(file: GgufFile) -> Checkpoint[DrafterConfig]:
+    tensors, sources, ignored = _named(file, names.drafter_from_gguf, names.is_domino, drafter=True)
+    config = gguf_geometry.drafter_config(file)
+    return Checkpoint(file, config, _with_tied_head(tensors), sources, ignored)
+
+
+def _hf_drafter(file: HfDirectory) -> Checkpoint[DrafterConfig]:
+    config = hf_geometry.drafter_config(file)
+
+    def dropped(name: str) -> bool:
+        return config.own_embedding_rows == 0 and name.endswith("embed_tokens.weight")
+
+    tensors, sources, ignored = _named(file, names.drafter_from_hf, dropped, drafter=True)
+    return Checkpoint(file, config, _with_tied_head(tensors), sources, ignored)
+
+
+def _with_tied_head(tensors: dict[str, QuantTensor]) -> dict[str, QuantTensor]:
+    """A drafter with an embedding of its own and no head uses the embedding for both."""
     if "embed_tokens.weight" in tensors and "lm_head.weight" not in tensors:
-        tensors["lm_head.weight"] = tensors["embed_tokens.weight"]
-    return Checkpoint(file.path, file.paths, config, tensors, sources, ignored, file.metadata)
-
-
-def _is_domino(name: str) -> bool:
-    """An optional extra head of older drafters; drafting works without it."""
-    return name.startswith("dflash.domino.")
-
-
-def _wrong_architecture(file: GgufFile, role: str, supported: tuple[str, ...]) -> str:
-    return f"{file.path}: architecture {file.architecture!r} is not supported as a {role}; supported: {', '.join(supported)}"
+        return {**tensors, "lm_head.weight": tensors["embed_tokens.weight"]}
+    return tensors
 
 
 def _named(
-    path: Path,
-    tensors: Mapping[str, QuantTensor],
+    file: ModelFile,
     parameter: Callable[[str], str | None],
     dropped: Callable[[str], bool],
     *,
@@ -106,21 +176,21 @@ def _named(
     named: dict[str, QuantTensor] = {}
     sources: dict[str, str] = {}
     ignored = []
-    for name, tensor in tensors.items():
+    for name, tensor in file.tensors.items():
         if dropped(name):
             ignored.append(name)
             continue
         feature = names.unsupported_feature(name, drafter=drafter)
         if feature is not None:
-            raise LoadError(f"{path}: tensor {name} needs {feature}, which is not supported")
+            raise LoadError(f"{file.path}: tensor {name} needs {feature}, which is not supported")
         target = parameter(name)
         if target is None:
-            raise LoadError(f"{path}: unexpected tensor {name} {list(tensor.shape)}")
+            raise LoadError(f"{file.path}: unexpected tensor {name} {list(tensor.shape)}")
         if target in sources:
-            raise LoadError(f"{path}: tensors {sources[target]} and {name} are the same parameter, {target}")
+            raise LoadError(f"{file.path}: tensors {sources[target]} and {name} are the same parameter, {target}")
         if tensor.qtype not in BLOCKS:
             raise LoadError(
-                f"{path}: tensor {name} has type {tensor.qtype}, which is not supported; supported: {', '.join(BLOCKS)}"
+                f"{file.path}: tensor {name} has type {tensor.qtype}, which is not supported; supported: {', '.join(BLOCKS)}"
             )
         named[target], sources[target] = tensor, name
     return named, sources, tuple(ignored)
@@ -177,9 +247,3 @@ def check_pair(target: Checkpoint[TargetConfig], drafter: Checkpoint[DrafterConf
 
 def _pair_error(target: Checkpoint[Any], drafter: Checkpoint[Any], theirs: str, ours: str) -> LoadError:
     return LoadError(f"the drafter does not fit the target: {drafter.path} has {theirs}, {target.path} has {ours}")
-
-
-def sha256(path: str | Path) -> str:
-    """Hexadecimal SHA-256 of a file."""
-    with Path(path).open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

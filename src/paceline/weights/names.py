@@ -68,6 +68,7 @@ _DRAFTER_LAYER = {
 }
 
 _GGUF_BLOCK = re.compile(r"blk\.(\d+)\.(.+)")
+_HF_LAYER = re.compile(r"layers\.\d+\.(.+)")
 _HF_PREFIX = re.compile(r"^(model\.language_model\.|language_model\.model\.|language_model\.|model\.)")
 _HF_DROPPED = re.compile(r"^(model\.)?(visual|mtp)\.")
 
@@ -96,21 +97,36 @@ def _from_gguf(name: str, top: dict[str, str], layer: dict[str, str]) -> str | N
     return leaf and f"layers.{match[1]}.{leaf}"
 
 
+def is_domino(name: str) -> bool:
+    """Whether a GGUF tensor belongs to the optional extra head of older drafters; drafting works without it."""
+    return name.startswith("dflash.domino.")
+
+
 def hf_is_dropped(name: str) -> bool:
     """Whether a Hugging Face tensor belongs to the image tower or to the multi-token-prediction head."""
     return _HF_DROPPED.match(name) is not None
 
 
-def target_from_hf(name: str) -> str:
-    """Parameter of the target that a Hugging Face tensor fills."""
+def target_from_hf(name: str) -> str | None:
+    """Parameter of the target that a Hugging Face tensor fills, ``None`` when there is none."""
     name = _HF_PREFIX.sub("", name)
-    return name.removesuffix("_log") if name.endswith(".linear_attn.A_log") else name
+    if name.endswith(".linear_attn.A_log"):
+        name = name.removesuffix("_log")
+    return _known(name, _TARGET_TOP, _TARGET_LAYER)
 
 
-def drafter_from_hf(name: str) -> str:
-    """Parameter of the drafter that a Hugging Face tensor fills. The codebooks are stored with or without ``.weight``."""
+def drafter_from_hf(name: str) -> str | None:
+    """Parameter of the drafter that a Hugging Face tensor fills, ``None`` when there is none. The codebooks are stored
+    with or without ``.weight``."""
     name = _HF_PREFIX.sub("", name)
-    return name.removesuffix(".weight") if name.endswith("_codebook.weight") else name
+    if name.endswith("_codebook.weight"):
+        name = name.removesuffix(".weight")
+    return _known(name, _DRAFTER_TOP, _DRAFTER_LAYER)
+
+
+def _known(name: str, top: dict[str, str], layer: dict[str, str]) -> str | None:
+    match = _HF_LAYER.match(name)
+    return name if (match[1] in layer.values() if match else name in top.values()) else None
 
 
 _UNSUPPORTED = [

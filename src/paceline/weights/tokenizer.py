@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
 
 from paceline.errors import InvalidRequest, LoadError
+from paceline.weights.files import read_json
 
 _CONTROL, _USER_DEFINED = 3, 4
 """Values of ``tokenizer.ggml.token_type`` that are split out of the text before the vocabulary is applied."""
@@ -133,14 +133,14 @@ class Tokenizer:
             backend = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # the bindings raise plain Exception
             raise LoadError(f"{file}: not a tokenizer: {error}") from error
-        settings = _read_json(path / "tokenizer_config.json")
-        config = _read_json(path / "config.json")
-        ends: list[Any] = [_text(settings.get("eos_token"))]
-        for holder in (config, config.get("text_config") or {}, _read_json(path / "generation_config.json")):
+        settings = read_json(path / "tokenizer_config.json")
+        config = read_json(path / "config.json")
+        ends: list[Any] = [token_text(settings.get("eos_token"))]
+        for holder in (config, config.get("text_config") or {}, read_json(path / "generation_config.json")):
             value = holder.get("eos_token_id")
             ends += value if isinstance(value, list) else [value]
         ids = [backend.token_to_id(end) if isinstance(end, str) else end for end in ends]
-        bos = _text(settings.get("bos_token"))
+        bos = token_text(settings.get("bos_token"))
         return cls(
             backend,
             eos_ids=[i for i in ids if i is not None],
@@ -178,18 +178,6 @@ def _byte_level_bpe(
     return backend
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        raise LoadError(f"{path}: not readable as JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise LoadError(f"{path}: expected a JSON object, found {type(value).__name__}")
-    return value
-
-
 def _unicode_fault(text: str) -> str:
     try:
         text.encode()
@@ -198,7 +186,7 @@ def _unicode_fault(text: str) -> str:
     return f"a {type(text).__name__} instead of a string"
 
 
-def _text(token: Any) -> str | None:
+def token_text(token: Any) -> str | None:
     """A token as ``tokenizer_config.json`` writes it: a string, or an object with the string as ``content``."""
     return token.get("content") if isinstance(token, dict) else token
 
