@@ -1,0 +1,423 @@
+"""What a request may say: the table of fields, and the reading of a JSON body into checked dataclasses.
+
+Every field is of one class. *Supported* fields do what OpenAI's reference says or, for the extras, vLLM's and
+llama-server's. *Neutral* fields are accepted and have no effect on the tokens. Everything else is *refused* with a 400 that
+names it, except at the value that means "not used": null, or the documented default given in the table.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Any
+
+from paceline.errors import InvalidRequest, PacelineError
+from paceline.types import SamplingParams
+
+MAX_STOP_STRINGS = 16
+MAX_STOP_LENGTH = 4096
+"""Characters in one stop string. Together the two limits bound what a request can cost the event loop per character."""
+MAX_PROMPTS = 128
+"""Prompts in one /v1/completions request."""
+
+
+class BodyTooLarge(InvalidRequest):
+    """A body over the server's limit."""
+
+    status = 413
+
+
+class UnknownModel(InvalidRequest):
+    """A question about a model that this server does not have. (A generation's ``model`` field may say anything.)"""
+
+    status = 404
+    code = "model_not_found"
+
+
+class UnsupportedMediaType(InvalidRequest):
+    """A body that does not claim to be JSON."""
+
+    status = 415
+
+
+class NotReady(PacelineError):
+    """The engine is still loading."""
+
+    status = 503
+    code = "loading"
+
+
+class FieldClass(Enum):
+    SUPPORTED = "supported"
+    NEUTRAL = "neutral"
+
+
+@dataclass(frozen=True, slots=True)
+class Only:
+    """Refused, except null and these values, which change nothing."""
+
+    values: tuple[Any, ...] = ()
+
+
+SUPPORTED, NEUTRAL = FieldClass.SUPPORTED, FieldClass.NEUTRAL
+FieldRule = FieldClass | Only
+
+_SHARED: dict[str, FieldRule] = {
+    "model": SUPPORTED,
+    "max_tokens": SUPPORTED,
+    "temperature": SUPPORTED,
+    "top_p": SUPPORTED,
+    "top_k": SUPPORTED,
+    "min_p": SUPPORTED,
+    "seed": SUPPORTED,
+    "stop": SUPPORTED,
+    "stop_token_ids": SUPPORTED,
+    "ignore_eos": SUPPORTED,
+    "stream": SUPPORTED,
+    "stream_options": SUPPORTED,
+    "user": NEUTRAL,
+    "metadata": NEUTRAL,
+    "store": NEUTRAL,
+    "service_tier": NEUTRAL,
+    "safety_identifier": NEUTRAL,
+    "prompt_cache_key": NEUTRAL,
+    "cache_prompt": NEUTRAL,
+    "n": Only((1,)),
+    "presence_penalty": Only((0,)),
+    "frequency_penalty": Only((0,)),
+    "repetition_penalty": Only((1,)),
+    "repeat_penalty": Only((1,)),
+    "logit_bias": Only(({},)),
+    "response_format": Only(({"type": "text"},)),
+    "min_tokens": Only((0,)),
+    "use_beam_search": Only((False,)),
+    "length_penalty": Only((1,)),
+    "include_stop_str_in_output": Only((False,)),
+    "skip_special_tokens": Only((True,)),
+    "spaces_between_special_tokens": Only((True,)),
+    "return_token_ids": Only((False,)),
+    "return_tokens_as_token_ids": Only((False,)),
+    "priority": Only((0,)),
+}
+CHAT_FIELDS: dict[str, FieldRule] = _SHARED | {
+    "messages": SUPPORTED,
+    "max_completion_tokens": SUPPORTED,
+    "tools": SUPPORTED,
+    "tool_choice": SUPPORTED,
+    "chat_template_kwargs": SUPPORTED,
+    "parallel_tool_calls": Only((True,)),
+    "functions": Only(([],)),
+    "function_call": Only(("none", "auto")),
+    "logprobs": Only((False,)),
+    "top_logprobs": Only((0,)),
+    "modalities": Only((["text"],)),
+    "add_generation_prompt": Only((True,)),
+    "continue_final_message": Only((False,)),
+    "echo": Only((False,)),
+}
+COMPLETION_FIELDS: dict[str, FieldRule] = _SHARED | {
+    "prompt": SUPPORTED,
+    "logprobs": Only(),
+    "best_of": Only((1,)),
+    "echo": Only((False,)),
+    "suffix": Only(("",)),
+    "add_special_tokens": Only((True,)),
+}
+
+_STREAM_OPTIONS: dict[str, FieldRule] = {
+    "include_usage": SUPPORTED,
+    "include_obfuscation": NEUTRAL,
+    "continuous_usage_stats": Only((False,)),
+}
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+_MESSAGE_FIELDS: dict[str, FieldRule] = {
+    "role": SUPPORTED,
+    "content": SUPPORTED,
+    "name": SUPPORTED,
+    "tool_calls": SUPPORTED,
+    "tool_call_id": SUPPORTED,
+    "reasoning_content": SUPPORTED,
+    # What clients send back with an assistant's message they got from us.
+    "annotations": Only(([],)),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ChatRequest:
+    """A checked body of /v1/chat/completions. ``messages`` are ready for the template: text content, known roles."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None
+    template_kwargs: dict[str, Any]
+    sampling: SamplingParams
+    stream: bool
+    include_usage: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionRequest:
+    """A checked body of /v1/completions. A prompt is text or token ids; each prompt is one choice of the reply."""
+
+    prompts: list[str | tuple[int, ...]]
+    sampling: SamplingParams
+    stream: bool
+    include_usage: bool
+
+
+def parse_json(body: bytes) -> dict[str, Any]:
+    """The JSON object in a body. Strict: NaN and infinities are not JSON."""
+    if not body.strip():
+        raise InvalidRequest("the request has no body; a JSON object is needed")
+    try:
+        value = json.loads(body, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"the body is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise InvalidRequest(f"the body must be a JSON object, got {_json_type(value)}")
+    return value
+
+
+def parse_chat(body: Mapping[str, Any]) -> ChatRequest:
+    """Check a body of /v1/chat/completions; ``InvalidRequest`` names the field at fault."""
+    _check_fields(body, CHAT_FIELDS)
+    stream, include_usage = _streaming(body)
+    return ChatRequest(
+        messages=_messages(body.get("messages")),
+        tools=_tools(body),
+        template_kwargs=_template_kwargs(body),
+        sampling=_sampling(body),
+        stream=stream,
+        include_usage=include_usage,
+    )
+
+
+def parse_completion(body: Mapping[str, Any]) -> CompletionRequest:
+    """Check a body of /v1/completions; ``InvalidRequest`` names the field at fault."""
+    _check_fields(body, COMPLETION_FIELDS)
+    stream, include_usage = _streaming(body)
+    return CompletionRequest(_prompts(body.get("prompt")), _sampling(body), stream, include_usage)
+
+
+def _check_fields(body: Mapping[str, Any], rules: Mapping[str, FieldRule], prefix: str = "") -> None:
+    for name, value in body.items():
+        rule = rules.get(name)
+        if value is None or isinstance(rule, FieldClass):
+            continue
+        where = prefix + name
+        if rule is None:
+            raise InvalidRequest(f"unknown field {where!r}", param=where, code="unknown_parameter")
+        if not any(_same(value, allowed) for allowed in rule.values):
+            allowed = " or ".join(json.dumps(v) for v in (*rule.values, None))
+            raise InvalidRequest(
+                f"{where} is not supported: it may be {allowed}, got {value!r}",
+                param=where,
+                code="unsupported_parameter",
+            )
+
+
+def _same(value: object, allowed: object) -> bool:
+    return value == allowed and isinstance(value, bool) == isinstance(allowed, bool)
+
+
+def _sampling(body: Mapping[str, Any]) -> SamplingParams:
+    names = ("temperature", "top_p", "top_k", "min_p", "seed")
+    given = {name: body[name] for name in names if body.get(name) is not None}
+    sampling = SamplingParams(
+        **given,
+        stop=_stop(body.get("stop")),
+        stop_token_ids=tuple(_expect(list, body, "stop_token_ids") or ()),
+        ignore_eos=_flag(body, "ignore_eos"),
+    )
+    return _limit(sampling, body)
+
+
+def _limit(sampling: SamplingParams, body: Mapping[str, Any]) -> SamplingParams:
+    """Add ``max_tokens``, which chat clients also call ``max_completion_tokens``."""
+    for name in ("max_tokens", "max_completion_tokens"):
+        value = body.get(name)
+        if value is None:
+            continue
+        try:
+            limited = replace(sampling, max_tokens=value)
+        except InvalidRequest as error:
+            message = error.message.replace("max_tokens", name, 1)
+            raise InvalidRequest(message, param=name) from None
+        if sampling.max_tokens not in (None, value):
+            raise InvalidRequest(
+                f"max_tokens is {sampling.max_tokens} and max_completion_tokens is {value}; they mean the same",
+                param="max_completion_tokens",
+            )
+        sampling = limited
+    return sampling
+
+
+def _stop(value: object) -> tuple[str, ...]:
+    stops = [] if value is None else [value] if isinstance(value, str) else value
+    if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
+        raise InvalidRequest("stop must be a string or a list of strings", param="stop")
+    if len(stops) > MAX_STOP_STRINGS:
+        raise InvalidRequest(f"stop may hold {MAX_STOP_STRINGS} strings, got {len(stops)}", param="stop")
+    longest = max(map(len, stops), default=0)
+    if longest > MAX_STOP_LENGTH:
+        raise InvalidRequest(
+            f"a stop string may have {MAX_STOP_LENGTH} characters, one of these has {longest}", param="stop"
+        )
+    return tuple(stops)
+
+
+def _streaming(body: Mapping[str, Any]) -> tuple[bool, bool]:
+    _expect(str, body, "model")
+    stream = _flag(body, "stream")
+    options = _expect(dict, body, "stream_options")
+    if options is None:
+        return stream, False
+    if not stream:
+        raise InvalidRequest("stream_options needs stream to be true", param="stream_options")
+    _check_fields(options, _STREAM_OPTIONS, prefix="stream_options.")
+    return stream, _flag(options, "include_usage", prefix="stream_options.")
+
+
+def _messages(value: object) -> list[dict[str, Any]]:
+    if not isinstance(value, list) or not value:
+        raise InvalidRequest("messages must be a non-empty list of messages", param="messages")
+    return [_message(message, f"messages[{index}]") for index, message in enumerate(value)]
+
+
+def _message(value: object, where: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise InvalidRequest(f"{where} must be an object, got {_json_type(value)}", param=where)
+    _check_fields(value, _MESSAGE_FIELDS, prefix=f"{where}.")
+    role = value.get("role")
+    if not isinstance(role, str) or role not in _ROLES:
+        raise InvalidRequest(f"{where}.role must be one of {', '.join(_ROLES)}, got {role!r}", param=f"{where}.role")
+    message: dict[str, Any] = {"role": _ROLES[role]}
+    calls = _tool_calls(value, where)
+    if calls and role != "assistant":
+        raise InvalidRequest(f"{where}.tool_calls belongs to an assistant's message", param=f"{where}.tool_calls")
+    if value.get("content") is None and not calls:
+        raise InvalidRequest(f"{where}.content is missing", param=f"{where}.content")
+    message["content"] = _content(value.get("content"), f"{where}.content")
+    if calls:
+        message["tool_calls"] = calls
+    for name in ("name", "tool_call_id", "reasoning_content"):
+        text = _expect(str, value, name, prefix=f"{where}.")
+        if text is not None:
+            message[name] = text
+    return message
+
+
+def _content(value: object, where: str) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise InvalidRequest(f"{where} must be a string or a list of text parts, got {_json_type(value)}", param=where)
+    for index, part in enumerate(value):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text" or not isinstance(part.get("text"), str):
+            raise InvalidRequest(
+                f"{where}[{index}] must be a text part; got one of type {kind!r}", param=f"{where}[{index}]"
+            )
+    return "".join(part["text"] for part in value)
+
+
+def _tool_calls(message: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
+    """Earlier tool calls as templates want them: ``arguments`` is an object, not JSON in a string as on OpenAI's wire."""
+    calls = _expect(list, message, "tool_calls", prefix=f"{where}.") or []
+    parsed = []
+    for index, call in enumerate(calls):
+        place = f"{where}.tool_calls[{index}]"
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise InvalidRequest(f"{place} must be a function call with a name", param=place)
+        arguments = function.get("arguments") or {}
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments)
+            except (ValueError, RecursionError):
+                raise InvalidRequest(f"{place}.function.arguments is not valid JSON", param=place) from None
+        if not isinstance(arguments, dict):
+            raise InvalidRequest(f"{place}.function.arguments must be a JSON object", param=place)
+        parsed.append(call | {"function": function | {"arguments": arguments}})
+    return parsed
+
+
+def _tools(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+    """The tools the template shows. ``tool_choice`` "none" shows none, so that the model cannot call one."""
+    tools = _expect(list, body, "tools") or []
+    for index, tool in enumerate(tools):
+        function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise InvalidRequest(
+                f'tools[{index}] must be of type "function" and hold a function with a name', param=f"tools[{index}]"
+            )
+    choice = body.get("tool_choice")
+    if choice not in (None, "none", "auto"):
+        raise InvalidRequest(
+            f'tool_choice {choice!r} is not supported: it may be "none" or "auto"',
+            param="tool_choice",
+            code="unsupported_parameter",
+        )
+    return tools if tools and choice != "none" else None
+
+
+def _template_kwargs(body: Mapping[str, Any]) -> dict[str, Any]:
+    kwargs = _expect(dict, body, "chat_template_kwargs") or {}
+    for name in ("self", "messages", "tools", "add_generation_prompt"):
+        if name in kwargs:
+            where = f"chat_template_kwargs.{name}"
+            raise InvalidRequest(f"{where} is set by the server", param=where)
+    return kwargs
+
+
+def _prompts(value: object) -> list[str | tuple[int, ...]]:
+    """One prompt (text or token ids) or a list of them."""
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list) or not value:
+        raise InvalidRequest("prompt must be a string, a list of token ids, or a non-empty list of these", param="prompt")
+    if _is_token_ids(value):
+        return [tuple(value)]
+    if len(value) > MAX_PROMPTS:
+        raise InvalidRequest(f"prompt may hold {MAX_PROMPTS} prompts, got {len(value)}", param="prompt")
+    prompts: list[str | tuple[int, ...]] = []
+    for index, prompt in enumerate(value):
+        if not isinstance(prompt, str) and not (isinstance(prompt, list) and _is_token_ids(prompt)):
+            raise InvalidRequest(
+                f"prompt[{index}] must be a string or a list of token ids, got {_json_type(prompt)}", param="prompt"
+            )
+        prompts.append(prompt if isinstance(prompt, str) else tuple(prompt))
+    return prompts
+
+
+def _is_token_ids(value: list[Any]) -> bool:
+    return all(type(token) is int for token in value)
+
+
+def _expect(kind: type, body: Mapping[str, Any], name: str, prefix: str = "") -> Any:
+    """The value of a field, or None; of another JSON type it is refused."""
+    value = body.get(name)
+    if value is not None and not isinstance(value, kind):
+        where = prefix + name
+        raise InvalidRequest(f"{where} must be {_TYPE_NAMES[kind]}, got {_json_type(value)}", param=where)
+    return value
+
+
+def _flag(body: Mapping[str, Any], name: str, prefix: str = "") -> bool:
+    return bool(_expect(bool, body, name, prefix))
+
+
+_TYPE_NAMES = {str: "a string", list: "a list", dict: "an object", bool: "true or false"}
+
+
+def _json_type(value: object) -> str:
+    if value is None:
+        return "null"
+    return "a number" if type(value) in (int, float) else _TYPE_NAMES[type(value)]
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a JSON value")

@@ -1,0 +1,131 @@
+"""What the server says: OpenAI's reply, chunk and error objects."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.errors import PacelineError
+from paceline.types import EngineInfo, FinishReason
+
+MAX_ERROR_LENGTH = 1000
+"""Characters of an error message that are sent: a message may quote a value, and a value may be megabytes long."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One finished choice."""
+
+    text: str
+    finish_reason: FinishReason
+
+
+class Reply:
+    """Objects of one reply: they share id, time, model and fingerprint. Subclasses say what a choice looks like."""
+
+    id_prefix: str
+    whole: str
+    part: str
+
+    def __init__(self, info: EngineInfo) -> None:
+        self._head = {
+            "id": f"{self.id_prefix}-{uuid.uuid4().hex}",
+            "created": int(time.time()),
+            "model": info.model_name,
+            "system_fingerprint": info.fingerprint,
+        }
+
+    def final(self, choices: Sequence[Choice], usage: dict[str, int]) -> dict[str, Any]:
+        """The one object of a reply that is not streamed."""
+        return self._head | {
+            "object": self.whole,
+            "choices": [self._choice(index, choice) for index, choice in enumerate(choices)],
+            "usage": usage,
+        }
+
+    def chunk(self, index: int, text: str, finish_reason: FinishReason | None) -> dict[str, Any]:
+        """One chunk of a stream: more text of a choice, or its end."""
+        return self._chunk([self._delta(index, text, finish_reason)])
+
+    def usage_chunk(self, usage: dict[str, int]) -> dict[str, Any]:
+        """The last chunk of a stream whose client asked for usage: no choices."""
+        return self._chunk([]) | {"usage": usage}
+
+    def opening(self, choices: int) -> list[dict[str, Any]]:
+        """What a stream says before the first token."""
+        return []
+
+    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return self._head | {"object": self.part, "choices": choices}
+
+    def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _delta(self, index: int, text: str, finish_reason: FinishReason | None) -> dict[str, Any]:
+        raise NotImplementedError
+
+
+class ChatReply(Reply):
+    id_prefix = "chatcmpl"
+    whole = "chat.completion"
+    part = "chat.completion.chunk"
+
+    def opening(self, choices: int) -> list[dict[str, Any]]:
+        role = {"role": "assistant", "content": ""}
+        return [
+            self._chunk([{"index": index, "delta": role, "logprobs": None, "finish_reason": None}])
+            for index in range(choices)
+        ]
+
+    def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
+        message = {"role": "assistant", "content": choice.text}
+        return {"index": index, "message": message, "logprobs": None, "finish_reason": choice.finish_reason}
+
+    def _delta(self, index: int, text: str, finish_reason: FinishReason | None) -> dict[str, Any]:
+        delta = {"content": text} if text else {}
+        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+
+
+class CompletionReply(Reply):
+    id_prefix = "cmpl"
+    whole = part = "text_completion"
+
+    def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
+        return self._delta(index, choice.text, choice.finish_reason)
+
+    def _delta(self, index: int, text: str, finish_reason: FinishReason | None) -> dict[str, Any]:
+        return {"index": index, "text": text, "logprobs": None, "finish_reason": finish_reason}
+
+
+def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+    }
+
+
+def error_object(error: PacelineError) -> dict[str, Any]:
+    """OpenAI's error object. Surrogates, which a client may send and UTF-8 cannot carry, are shown escaped."""
+    return {
+        "error": {
+            "message": _printable(error.message),
+            "type": error.kind,
+            "param": None if error.param is None else _printable(error.param),
+            "code": error.code,
+        }
+    }
+
+
+def dump(value: dict[str, Any]) -> bytes:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
+
+
+def _printable(text: str) -> str:
+    if len(text) > MAX_ERROR_LENGTH:
+        text = text[:MAX_ERROR_LENGTH] + "…"
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")

@@ -1,0 +1,213 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from paceline.errors import InvalidRequest
+from paceline.server.protocol import (
+    CHAT_FIELDS,
+    COMPLETION_FIELDS,
+    MAX_PROMPTS,
+    MAX_STOP_LENGTH,
+    MAX_STOP_STRINGS,
+    FieldClass,
+    Only,
+    parse_chat,
+    parse_completion,
+    parse_json,
+)
+
+HELLO = [{"role": "user", "content": "hello"}]
+CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
+
+
+def chat(**fields: Any) -> dict[str, Any]:
+    return {"messages": HELLO, **fields}
+
+
+@pytest.mark.parametrize("name", [name for name, rule in CHAT_FIELDS.items() if rule is FieldClass.NEUTRAL])
+def test_neutral_fields_change_nothing(name: str) -> None:
+    assert parse_chat(chat(**{name: "anything"})) == parse_chat(chat())
+
+
+@pytest.mark.parametrize("table", [CHAT_FIELDS, COMPLETION_FIELDS], ids=["chat", "completions"])
+def test_refused_fields_are_neutral_at_their_defaults_and_named_otherwise(table: dict[str, Any]) -> None:
+    base: dict[str, Any] = chat() if table is CHAT_FIELDS else {"prompt": "hello"}
+    parse: Any = parse_chat if table is CHAT_FIELDS else parse_completion
+    refused = {name: rule for name, rule in table.items() if isinstance(rule, Only)}
+    assert refused
+    for name, rule in refused.items():
+        for value in (None, *rule.values):
+            assert parse(base | {name: value}) == parse(base)
+        with pytest.raises(InvalidRequest, match=name) as caught:
+            parse(base | {name: 17})
+        assert caught.value.param == name
+
+
+def test_an_unknown_field_is_refused_unless_null() -> None:
+    assert parse_chat(chat(frobnicate=None)) == parse_chat(chat())
+    with pytest.raises(InvalidRequest, match="frobnicate") as caught:
+        parse_chat(chat(frobnicate=False))
+    assert caught.value.param == "frobnicate"
+
+
+def test_true_is_not_one() -> None:
+    with pytest.raises(InvalidRequest, match="n is not supported"):
+        parse_chat(chat(n=True))
+
+
+def test_sampling_fields_arrive() -> None:
+    sampling = parse_chat(
+        chat(
+            temperature=0,
+            top_p=0.9,
+            top_k=40,
+            min_p=0.05,
+            seed=0,
+            max_tokens=7,
+            stop="END",
+            stop_token_ids=[3],
+            ignore_eos=True,
+        )
+    ).sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (0, 0.9, 40, 0.05)
+    assert (sampling.seed, sampling.max_tokens, sampling.stop) == (0, 7, ("END",))
+    assert (sampling.stop_token_ids, sampling.ignore_eos) == ((3,), True)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"temperature": "hot"}, "temperature"),
+        ({"temperature": -1}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_k": 1.5}, "top_k"),
+        ({"seed": "x"}, "seed"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"max_completion_tokens": 5, "max_tokens": 6}, "max_completion_tokens"),
+        ({"stop": 5}, "stop"),
+        ({"stop": [""]}, "stop"),
+        ({"stop": ["a"] * (MAX_STOP_STRINGS + 1)}, "stop"),
+        ({"stop": "a" * (MAX_STOP_LENGTH + 1)}, "stop"),
+        ({"stop_token_ids": 5}, "stop_token_ids"),
+        ({"stop_token_ids": ["5"]}, "stop_token_ids"),
+        ({"ignore_eos": "yes"}, "ignore_eos"),
+        ({"stream": "yes"}, "stream"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+        ({"stream": True, "stream_options": {"speed": 1}}, "stream_options.speed"),
+        ({"model": 5}, "model"),
+        ({"n": 3}, "n"),
+        ({"tools": {}}, "tools"),
+        ({"tools": [{"type": "retrieval"}]}, "tools[0]"),
+        ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice"),
+        ({"chat_template_kwargs": []}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"logprobs": True}, "logprobs"),
+        ({"presence_penalty": 0.1}, "presence_penalty"),
+    ],
+    ids=str,
+)
+def test_bad_values_are_refused_with_the_fields_name(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        parse_chat(chat(**fields))
+    assert caught.value.param == param
+    assert param.split("[")[0].split(".")[0] in caught.value.message
+
+
+def test_both_names_of_max_tokens_may_agree() -> None:
+    assert parse_chat(chat(max_tokens=5, max_completion_tokens=5)).sampling.max_tokens == 5
+    assert parse_chat(chat(max_completion_tokens=5)).sampling.max_tokens == 5
+
+
+def test_messages_are_made_ready_for_the_template() -> None:
+    messages = [
+        {"role": "developer", "content": "be brief"},
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "name": "ann"},
+        {"role": "assistant", "content": None, "tool_calls": [CALL], "refusal": None, "annotations": []},
+        {"role": "tool", "content": "42", "tool_call_id": "c1"},
+    ]
+    parsed_call = CALL | {"function": {"name": "f", "arguments": {"x": 1}}}
+    assert parse_chat({"messages": messages}).messages == [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "ab", "name": "ann"},
+        {"role": "assistant", "content": "", "tool_calls": [parsed_call]},
+        {"role": "tool", "content": "42", "tool_call_id": "c1"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        ("hello", "messages[0]"),
+        ({"content": "x"}, "messages[0].role"),
+        ({"role": "wizard", "content": "x"}, "messages[0].role"),
+        ({"role": ["user"], "content": "x"}, "messages[0].role"),
+        ({"role": "user"}, "messages[0].content"),
+        ({"role": "user", "content": None}, "messages[0].content"),
+        ({"role": "user", "content": 5}, "messages[0].content"),
+        ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "messages[0].content[0]"),
+        ({"role": "user", "content": ["x"]}, "messages[0].content[0]"),
+        ({"role": "user", "content": "x", "tool_calls": [CALL]}, "messages[0].tool_calls"),
+        ({"role": "assistant", "tool_calls": ["x"]}, "messages[0].tool_calls[0]"),
+        ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}, "messages[0].tool_calls[0]"),
+        ({"role": "user", "content": "x", "mood": "blue"}, "messages[0].mood"),
+    ],
+    ids=str,
+)
+def test_bad_messages_are_refused_with_their_place(message: Any, param: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        parse_chat({"messages": [message]})
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize("messages", [None, [], "hello", {}], ids=str)
+def test_messages_must_be_a_non_empty_list(messages: Any) -> None:
+    with pytest.raises(InvalidRequest, match="messages"):
+        parse_chat({"messages": messages})
+
+
+def test_tool_choice_none_shows_no_tools() -> None:
+    assert parse_chat(chat(tools=[TOOL])).tools == [TOOL]
+    assert parse_chat(chat(tools=[TOOL], tool_choice="auto")).tools == [TOOL]
+    assert parse_chat(chat(tools=[TOOL], tool_choice="none")).tools is None
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prompts"),
+    [
+        ("text", ["text"]),
+        ([1, 2], [(1, 2)]),
+        (["a", "b"], ["a", "b"]),
+        ([[1], [2, 3]], [(1,), (2, 3)]),
+        (["a", [2]], ["a", (2,)]),
+    ],
+    ids=str,
+)
+def test_prompts(prompt: Any, prompts: Any) -> None:
+    assert parse_completion({"prompt": prompt}).prompts == prompts
+
+
+@pytest.mark.parametrize("prompt", [None, [], 5, {}, [1, "a"], [True], [["a"]], ["a"] * (MAX_PROMPTS + 1)], ids=str)
+def test_bad_prompts_are_refused(prompt: Any) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        parse_completion({"prompt": prompt})
+    assert caught.value.param == "prompt"
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"  ", b"{", b"[]", b'"x"', b"\xff", b'{"a": NaN}', b"[" * 100_000, b'{"a": ' + b"9" * 10_000 + b"}"]
+)
+def test_what_is_not_a_json_object_is_refused(body: bytes) -> None:
+    with pytest.raises(InvalidRequest):
+        parse_json(body)
+
+
+def test_a_json_object_is_read() -> None:
+    assert parse_json(json.dumps({"a": [1, "ü"]}).encode()) == {"a": [1, "ü"]}
