@@ -47,9 +47,7 @@ def test_equals_the_definition(case: tuple[list[list[int]], list[int], list[list
 
 
 def test_plain_decoding_emits_the_pick() -> None:
-    verdict = accept(
-        torch.empty(3, 0, dtype=torch.int64), torch.zeros(3, dtype=torch.int64), torch.tensor([[7], [8], [9]])
-    )
+    verdict = accept(torch.empty(3, 0, dtype=torch.int64), torch.zeros(3, dtype=torch.int64), torch.tensor([[7], [8], [9]]))
     assert verdict.keep.tolist() == [1, 1, 1]
     assert verdict.tokens.tolist() == [[7], [8], [9]]
 
