@@ -1,0 +1,329 @@
+"""The text side of an engine: chat and text in, text deltas out, on an asyncio event loop. Knows nothing of HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import sys
+import threading
+import time
+import unicodedata
+import uuid
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from paceline.errors import EngineDead, InvalidRequest, LaneFailed, PacelineError
+from paceline.server.metrics import Metrics
+from paceline.server.protocol import ChatRequest, CompletionRequest, NotReady
+from paceline.text import TextStream
+from paceline.types import SEED_MODULUS, Emission, EngineHandle, EngineInfo, FinishReason, Request, SamplingParams
+
+INLINE_BYTES = 8192
+"""Requests up to this size are tokenised on the event loop (a few milliseconds); longer ones in a worker thread."""
+WORKER_NICENESS = 10
+"""Tokenising a long prompt must not take a core away from the engine's process."""
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+class TextCodec(Protocol):
+    """What is needed of a tokenizer."""
+
+    max_token_bytes: int
+    vocab_size: int
+
+    @property
+    def special_ids(self) -> Collection[int]: ...
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def token_bytes(self, token_id: int, /) -> bytes: ...
+
+
+class Template(Protocol):
+    """What is needed of a chat template."""
+
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **kwargs: Any,
+    ) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """What exists once loading is over."""
+
+    handle: EngineHandle
+    tokenizer: TextCodec
+    template: Template
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """More of one choice: text to show, the number of tokens behind it, and why it ended if it did."""
+
+    index: int
+    text: str
+    tokens: int
+    finish_reason: FinishReason | None
+
+
+class Generation:
+    """The choices of one client's request while they are generated. Whoever starts one must ``close`` it."""
+
+    def __init__(self, handle: EngineHandle, metrics: Metrics, endpoint: str, arrived: float) -> None:
+        self.prompt_tokens = 0
+        self.completion_tokens = 0
+        self._handle = handle
+        self._metrics = metrics
+        self._endpoint = endpoint
+        self._arrived = arrived
+        self._events: asyncio.Queue[tuple[int, Emission] | PacelineError] = asyncio.Queue()
+        self._loop = asyncio.get_running_loop()
+        self._streams: list[TextStream] = []
+        self._live: dict[int, str] = {}
+        self._last_seen: list[float | None] = []
+
+    @property
+    def choices(self) -> int:
+        return len(self._streams)
+
+    def submit(self, request: Request, stream: TextStream) -> None:
+        """Add a choice."""
+        index = len(self._streams)
+        self._handle.submit(request, self._sink(index))
+        self._streams.append(stream)
+        self._last_seen.append(None)
+        self._live[index] = request.id
+        self.prompt_tokens += len(request.prompt)
+
+    async def deltas(self) -> AsyncIterator[Delta]:
+        """Deltas of all choices as they come; ends when each has a finish reason. Raises what the engine failed with."""
+        while self._live:
+            event = await self._events.get()
+            if isinstance(event, PacelineError):
+                raise event
+            index, emission = event
+            if index in self._live:
+                yield self._delta(index, emission)
+
+    def close(self) -> None:
+        """Cancel what is still running, so that its lane is free for others. Idempotent."""
+        for index in list(self._live):
+            self._handle.cancel(self._live[index])
+            self._end(index, "cancelled")
+
+    def abort(self, error: PacelineError) -> None:
+        """Let ``deltas`` end with this error."""
+        self._events.put_nowait(error)
+
+    def _sink(self, index: int) -> Callable[[Emission], None]:
+        def sink(emission: Emission) -> None:
+            # The loop is closed when the server has stopped: then nobody waits for this emission.
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._events.put_nowait, (index, emission))
+
+        return sink
+
+    def _delta(self, index: int, emission: Emission) -> Delta:
+        stream = self._streams[index]
+        piece = stream.push(emission.tokens)
+        self._observe(index, len(piece.tokens))
+        text, reason = piece.text, emission.finish_reason
+        if piece.stopped:
+            if reason is None:
+                self._handle.cancel(self._live[index])
+            reason = "stop"
+        elif reason in ("error", "cancelled"):
+            # Nobody on this side cancelled it, so a request that was cancelled failed too.
+            self._end(index, "error")
+            raise self._failure(emission)
+        elif reason is not None:
+            text += stream.finish()
+        if reason is not None:
+            self._end(index, reason)
+        return Delta(index, text, len(piece.tokens), reason)
+
+    def _failure(self, emission: Emission) -> PacelineError:
+        message = emission.error or "the engine cancelled the request"
+        return LaneFailed(message) if self._handle.alive() else EngineDead(message)
+
+    def _observe(self, index: int, tokens: int) -> None:
+        if not tokens:
+            return
+        now = time.monotonic()
+        last = self._last_seen[index]
+        if last is None:
+            self._metrics.time_to_first_token.observe(now - self._arrived)
+        else:
+            for _ in range(tokens):
+                self._metrics.inter_token_latency.observe((now - last) / tokens)
+        self._last_seen[index] = now
+        self.completion_tokens += tokens
+
+    def _end(self, index: int, reason: FinishReason) -> None:
+        del self._live[index]
+        self._metrics.generations.labels(self._endpoint, reason).inc()
+
+
+class Service:
+    """Turns checked requests into running generations. Has no backend while the engine loads."""
+
+    def __init__(self) -> None:
+        self.backend: Backend | None = None
+        self.metrics = Metrics(self._live_handle)
+        self._generations: set[Generation] = set()
+        self._closing: PacelineError | None = None
+        self._worker = ThreadPoolExecutor(2, thread_name_prefix="tokenize", initializer=_lower_priority)
+
+    def attach(self, backend: Backend) -> None:
+        """Begin to serve. May be called from any thread."""
+        self.backend = backend
+
+    def ready(self) -> Backend:
+        """The backend; ``NotReady`` while it loads and ``EngineDead`` when it has stopped."""
+        if self._closing is not None:
+            raise self._closing
+        if self.backend is None:
+            raise NotReady("the model is loading")
+        if not self.backend.handle.alive():
+            raise EngineDead("the engine has stopped")
+        return self.backend
+
+    @property
+    def info(self) -> EngineInfo:
+        return self.ready().handle.info
+
+    async def chat(self, request: ChatRequest, size: int, arrived: float) -> Generation:
+        """Start the answer to a chat. ``size`` is that of the body in bytes, ``arrived`` monotonic seconds."""
+        backend = self.ready()
+        prompt = await self._work(size, _chat_prompt, backend, request)
+        return self._start("chat", [prompt], request.sampling, arrived)
+
+    async def complete(self, request: CompletionRequest, size: int, arrived: float) -> Generation:
+        """Start one choice for each prompt. ``size`` and ``arrived`` as for ``chat``."""
+        backend = self.ready()
+        prompts = await self._work(size, _completion_prompts, backend, request)
+        return self._start("completions", prompts, request.sampling, arrived)
+
+    def abort_all(self, error: PacelineError) -> None:
+        """End every running generation with this error, and answer later requests with it."""
+        self._closing = error
+        for generation in self._generations:
+            generation.abort(error)
+
+    def close(self, generation: Generation) -> None:
+        """The end of every generation, whatever became of it. Idempotent."""
+        generation.close()
+        self._generations.discard(generation)
+
+    async def _work(self, size: int, function: Callable[[Backend, T], R], backend: Backend, request: T) -> R:
+        if size <= INLINE_BYTES:
+            return function(backend, request)
+        return await asyncio.get_running_loop().run_in_executor(self._worker, function, backend, request)
+
+    def _start(
+        self, endpoint: str, prompts: Sequence[tuple[int, ...]], sampling: SamplingParams, arrived: float
+    ) -> Generation:
+        backend = self.ready()
+        generation = Generation(backend.handle, self.metrics, endpoint, arrived)
+        try:
+            for prompt in prompts:
+                request = _engine_request(prompt, sampling, backend.handle.info)
+                skip = request.stop_ids | frozenset(backend.tokenizer.special_ids)
+                stream = TextStream(backend.tokenizer.token_bytes, skip=skip, stop=sampling.stop)
+                generation.submit(request, stream)
+        except PacelineError:
+            generation.close()
+            raise
+        self._generations.add(generation)
+        return generation
+
+    def _live_handle(self) -> EngineHandle | None:
+        return self.backend.handle if self.backend is not None and self.backend.handle.alive() else None
+
+
+def _engine_request(prompt: tuple[int, ...], sampling: SamplingParams, info: EngineInfo) -> Request:
+    room = info.max_ctx - len(prompt)
+    seed = secrets.randbits(64) if sampling.seed is None else sampling.seed % SEED_MODULUS
+    ends = () if sampling.ignore_eos else info.eos_ids
+    return Request(
+        id=uuid.uuid4().hex,
+        prompt=prompt,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        seed=seed,
+        max_tokens=room if sampling.max_tokens is None else min(sampling.max_tokens, room),
+        stop_ids=frozenset((*ends, *sampling.stop_token_ids)),
+    )
+
+
+def _chat_prompt(backend: Backend, request: ChatRequest) -> tuple[int, ...]:
+    text = backend.template.render(
+        request.messages, tools=request.tools, add_generation_prompt=True, **request.template_kwargs
+    )
+    return _encode(backend, text, "messages")
+
+
+def _completion_prompts(backend: Backend, request: CompletionRequest) -> list[tuple[int, ...]]:
+    return [
+        _encode(backend, prompt, "prompt") if isinstance(prompt, str) else _check_ids(backend, prompt)
+        for prompt in request.prompts
+    ]
+
+
+def _check_ids(backend: Backend, prompt: tuple[int, ...]) -> tuple[int, ...]:
+    vocab_size = backend.handle.info.vocab_size
+    bad = next((token for token in prompt if not 0 <= token < vocab_size), None)
+    if bad is not None:
+        raise InvalidRequest(f"prompt holds token {bad}; the model's tokens are 0 to {vocab_size - 1}", param="prompt")
+    return _fitting(prompt, backend.handle.info.max_ctx, "prompt")
+
+
+def _encode(backend: Backend, text: str, param: str) -> tuple[int, ...]:
+    """Token ids of a text that fits. A text that cannot fit is refused before it costs seconds of tokenising."""
+    max_ctx = backend.handle.info.max_ctx
+    try:
+        size = len(text.encode("utf-8"))
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(f"{param} is not valid Unicode text: {error.reason}", param=param) from None
+    longest = backend.tokenizer.max_token_bytes
+    if size >= max_ctx * longest:
+        # A tokenizer may normalise first, and NFC may shorten the text.
+        size = min(size, len(unicodedata.normalize("NFC", text).encode("utf-8")))
+        if size >= max_ctx * longest:
+            raise _too_long(f"at least {-(-size // longest)}", max_ctx, param)
+    return _fitting(tuple(backend.tokenizer.encode(text)), max_ctx, param)
+
+
+def _fitting(prompt: tuple[int, ...], max_ctx: int, param: str) -> tuple[int, ...]:
+    if not prompt:
+        raise InvalidRequest(f"{param} is empty: at least one token is needed", param=param)
+    if len(prompt) >= max_ctx:
+        raise _too_long(str(len(prompt)), max_ctx, param)
+    return prompt
+
+
+def _too_long(tokens: str, max_ctx: int, param: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"the prompt has {tokens} tokens; the context holds {max_ctx}, of which one must be left for the answer",
+        param=param,
+        code="context_length_exceeded",
+    )
+
+
+def _lower_priority() -> None:
+    """Lower this thread's priority. Only on Linux does the call act on one thread."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), WORKER_NICENESS)
