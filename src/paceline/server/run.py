@@ -1,0 +1,140 @@
+"""Run the server: listen, load the engine, serve until a signal or the engine's death."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
+
+import uvicorn
+
+from paceline.errors import EngineDead, PacelineError
+from paceline.server.app import create_app
+from paceline.server.service import Backend, Service
+
+GRACE_SECONDS = 5.0
+"""How long running requests may go on after a signal before they are ended with an error."""
+
+logger = logging.getLogger("paceline.server")
+
+
+def serve(
+    load: Callable[[], Backend],
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    api_key: str | None = None,
+    say: Callable[[str], None] = print,
+) -> int:
+    """Serve until SIGINT or SIGTERM (returns 0), or until loading fails or the engine dies (returns 1).
+
+    The port is bound first, so that a port in use costs no loading, and /health answers 503 while ``load`` runs in a
+    thread of its own. ``say`` prints the one line that says where the server listens; faults go to stderr, a line each.
+    """
+    try:
+        listener = _listen(host, port)
+    except OSError as error:
+        return _fail(f"cannot listen on {host}:{port}: {error.strerror or error}")
+    service = Service()
+    server = _Server(service, api_key)
+    address = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
+
+    def load_engine() -> None:
+        backend = _load(load, server)
+        if backend is not None:
+            service.attach(backend)
+            say(f"Serving {backend.handle.info.model_name} on {address}/v1 (fingerprint {backend.handle.info.fingerprint})")
+
+    threading.Thread(target=load_engine, name="load", daemon=True).start()
+    with _quiet_signals(server):
+        server.run(sockets=[listener])
+    if service.backend is not None:
+        service.backend.handle.close()
+    return _fail(server.fault) if server.fault else 0
+
+
+class _Server(uvicorn.Server):
+    """uvicorn, which stops by itself when ``fault`` is set or the engine dies, and does not wait for long answers."""
+
+    def __init__(self, service: Service, api_key: str | None) -> None:
+        config = uvicorn.Config(
+            create_app(service, api_key=api_key),
+            lifespan="off",
+            log_level="warning",
+            access_log=False,
+            timeout_keep_alive=65,
+            timeout_graceful_shutdown=int(GRACE_SECONDS) + 5,
+        )
+        super().__init__(config)
+        self.fault: str | None = None
+        self._service = service
+
+    def stop(self, fault: str) -> None:
+        """Stop with a fault. May be called from any thread."""
+        self.fault = fault
+        self.should_exit = True
+
+    async def on_tick(self, counter: int) -> bool:
+        backend = self._service.backend
+        if backend is not None and not backend.handle.alive() and not self.should_exit:
+            self.stop("the engine has stopped")
+        return await super().on_tick(counter)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        grace = 0.0 if self.fault else GRACE_SECONDS
+        error = EngineDead(self.fault or "the server is shutting down")
+        asyncio.get_running_loop().call_later(grace, self._service.abort_all, error)
+        await super().shutdown(sockets)
+
+
+def _load(load: Callable[[], Backend], server: _Server) -> Backend | None:
+    try:
+        return load()
+    except (PacelineError, OSError, MemoryError) as error:
+        server.stop(f"cannot load: {error}")
+    except Exception as error:
+        logger.exception("loading failed")
+        server.stop(f"cannot load: {type(error).__name__}: {error}")
+    return None
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(2048)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+@contextlib.contextmanager
+def _quiet_signals(server: uvicorn.Server) -> Iterator[None]:
+    """uvicorn raises the signal it stopped for once more when it has stopped. That must not kill us before we clean up."""
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        server.should_exit = True
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _fail(message: str) -> int:
+    print(f"paceline: {message}", file=sys.stderr)
+    return 1

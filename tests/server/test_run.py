@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from scripted import eventually
+
+HERE = Path(__file__).parent
+
+PROGRAM = """
+import sys, threading
+sys.path.insert(0, {here!r})
+from scripted import *
+from paceline.errors import LoadError
+import paceline.server.run as run
+
+run.GRACE_SECONDS = 0.3
+engine = ScriptedEngine(until_cancelled("Hello"))
+
+def backend():
+    return Backend(engine, ByteTokenizer(), PlainTemplate())
+
+{load}
+code = run.serve(load, port={port}, say=lambda line: print(line, flush=True))
+print("closed", engine.closed, flush=True)
+sys.exit(code)
+"""
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port
+
+
+@contextlib.contextmanager
+def serving(load: str, port: int) -> Iterator[subprocess.Popen[str]]:
+    program = PROGRAM.format(here=str(HERE), load=textwrap.dedent(load), port=port)
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=dict(os.environ)
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def health(port: int) -> int | None:
+    try:
+        return httpx.get(f"http://127.0.0.1:{port}/health").status_code
+    except httpx.TransportError:
+        return None
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_streams_closes_the_engine_and_exits_with_0(number: signal.Signals) -> None:
+    port = free_port()
+    with serving("load = backend", port) as process:
+        assert eventually(lambda: health(port) == 200, 20)
+        body = {"messages": [{"role": "user", "content": "hi"}], "stream": True}
+        with httpx.stream("POST", f"http://127.0.0.1:{port}/v1/chat/completions", json=body, timeout=10) as response:
+            lines = (line for line in response.iter_lines() if line)
+            assert "role" in next(lines) and "Hello" in next(lines)
+            process.send_signal(number)
+            assert [line for line in lines if "shutting down" in line]
+        out, err = process.communicate(timeout=10)
+    assert (process.returncode, err) == (0, "")
+    listening, closed = out.splitlines()
+    assert f"http://127.0.0.1:{port}/v1" in listening and "fp_scripted" in listening
+    assert closed == "closed True"
+
+
+def test_health_is_503_while_the_engine_loads() -> None:
+    port = free_port()
+    with serving("load = threading.Event().wait", port) as process:
+        assert eventually(lambda: health(port) == 503, 20)
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=10)
+    assert process.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("load", "expected"),
+    [
+        ("def load(): raise LoadError('model.gguf: wrong magic')", "paceline: cannot load: model.gguf: wrong magic\n"),
+        ("def load(): raise MemoryError('no room')", "paceline: cannot load: no room\n"),
+    ],
+)
+def test_a_failed_load_is_one_line_and_exit_code_1(load: str, expected: str) -> None:
+    with serving(load, free_port()) as process:
+        _, err = process.communicate(timeout=20)
+    assert (process.returncode, err) == (1, expected)
+
+
+def test_a_port_in_use_is_one_line_and_exit_code_1() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        with serving("def load(): raise AssertionError('nothing may be loaded')", port) as process:
+            _, err = process.communicate(timeout=20)
+    assert (process.returncode, err) == (1, f"paceline: cannot listen on 127.0.0.1:{port}: Address already in use\n")
+
+
+def test_a_dead_engine_ends_the_process_with_1() -> None:
+    port = free_port()
+    load = """
+    def load():
+        threading.Timer(0.3, lambda: setattr(engine, "dead", True)).start()
+        return backend()
+    """
+    with serving(load, port) as process:
+        out, err = process.communicate(timeout=20)
+    assert (process.returncode, err) == (1, "paceline: the engine has stopped\n")
+    assert "closed True" in out
