@@ -20,17 +20,16 @@ LUCEBOX_ARCHITECTURES = ("qwen35-dflash-draft", "dflash-draft")
 def target_layers(file: GgufFile) -> int:
     """Layers of the trunk: the blocks that follow are for multi-token prediction."""
     keys = Keys(file.path, file.metadata, "qwen35.")
-    blocks, extra = keys.count("block_count"), int(keys.get("nextn_predict_layers", 0))
-    if not 0 <= extra < blocks:
+    blocks, extra = keys.count("block_count"), keys.integer("nextn_predict_layers", 0)
+    if extra >= blocks:
         raise LoadError(f"{file.path}: nextn_predict_layers is {extra} and block_count {blocks}: no layers are left")
     return blocks - extra
 
 
-def target_config(file: GgufFile) -> TargetConfig:
-    """Geometry of a ``qwen35`` GGUF file."""
+def target_config(file: GgufFile, tensors: Mapping[str, QuantTensor]) -> TargetConfig:
+    """Geometry of a ``qwen35`` file; ``tensors`` are by parameter name."""
     keys = Keys(file.path, file.metadata, "qwen35.")
-    layers = target_layers(file)
-    if "blk.0.attn_norm.weight" not in file.tensors:
+    if "layers.0.input_layernorm.weight" not in tensors:
         raise LoadError(f"{file.path}: blk.0.attn_norm.weight is missing: the file holds no layers of the target itself")
     head_dim, value_heads = keys.count("attention.key_length"), keys.count("ssm.time_step_rank")
     keys.refuse_unless("attention.value_length", (head_dim,))
@@ -38,10 +37,10 @@ def target_config(file: GgufFile) -> TargetConfig:
     return check_target(
         file.path,
         TargetConfig(
-            vocab_size=rows(file.path, file.tensors, "token_embd.weight"),
+            vocab_size=rows(file.path, tensors, "embed_tokens.weight"),
             hidden_size=keys.count("embedding_length"),
             intermediate_size=keys.count("feed_forward_length"),
-            layer_types=_layer_types(keys, layers),
+            layer_types=_layer_types(keys, target_layers(file)),
             num_heads=keys.count("attention.head_count"),
             num_kv_heads=keys.count("attention.head_count_kv"),
             head_dim=head_dim,
@@ -55,17 +54,18 @@ def target_config(file: GgufFile) -> TargetConfig:
             gdn_key_dim=keys.count("ssm.state_size"),
             gdn_value_dim=divide(file.path, "ssm.inner_size", inner, "ssm.time_step_rank", value_heads),
             head_layout="tiled",
-            tie_embeddings="output.weight" not in file.tensors,
+            tie_embeddings="lm_head.weight" not in tensors,
             rope_scaling=_rope_scaling(keys),
         ),
     )
 
 
 def _layer_types(keys: Keys, layers: int) -> tuple[LayerType, ...]:
-    recurrent = keys.get("attention.recurrent_layers")
-    if recurrent is None:
+    if keys.get("attention.recurrent_layers") is None:
         interval = keys.count("full_attention_interval")
-        recurrent = [(i + 1) % interval != 0 for i in range(layers)]
+        return tuple("gdn" if (i + 1) % interval else "attention" for i in range(layers))
+    # One entry per block, those for multi-token prediction included.
+    recurrent = keys.items("attention.recurrent_layers")
     if len(recurrent) < layers:
         raise LoadError(f"{keys.path}: attention.recurrent_layers has {len(recurrent)} entries for {layers} layers")
     return tuple("gdn" if flag else "attention" for flag in recurrent[:layers])
@@ -75,8 +75,8 @@ def _rope_scaling(keys: Keys) -> RopeScaling | None:
     keys.refuse_unless("rope.scaling.type", ("none", "yarn"))
     if keys.get("rope.scaling.type", "none") == "none":
         return None
-    for key, neutral in (("attn_factor", 1.0), ("yarn_attn_factor", 1.0), ("yarn_ext_factor", 1.0)):
-        keys.refuse_unless(f"rope.scaling.{key}", (neutral,))
+    for key in ("attn_factor", "yarn_attn_factor", "yarn_ext_factor"):
+        keys.refuse_unless(f"rope.scaling.{key}", (1.0,))
     return RopeScaling(
         factor=keys.number("rope.scaling.factor"),
         original_context_length=keys.count("rope.scaling.original_context_length"),
@@ -85,36 +85,37 @@ def _rope_scaling(keys: Keys) -> RopeScaling | None:
     )
 
 
-def drafter_config(file: GgufFile) -> DrafterConfig:
-    """Geometry of a DFlash or DFlash2 GGUF file, in llama.cpp's dialect or in lucebox's."""
+def drafter_config(file: GgufFile, tensors: Mapping[str, QuantTensor]) -> DrafterConfig:
+    """Geometry of a DFlash or DFlash2 file, in llama.cpp's dialect or in lucebox's; ``tensors`` are by parameter name."""
     lucebox = file.architecture in LUCEBOX_ARCHITECTURES
     keys = Keys(file.path, file.metadata, f"{file.architecture}.")
     _refuse_unsupported(keys)
     layers = keys.count("block_count")
-    sizes = _drafter_sizes(file, keys)
-    sliding_window, sliding, source = _sliding(keys, layers)
+    window, sliding, source = _sliding(keys, layers)
     causal = keys.get("attention.causal")
     # lucebox's converter writes a blanket False beside layers that its runtime treats as causal.
     per_layer = causal is None or (lucebox and not causal)
-    targets = keys.require("dflash.target_layer_ids") if lucebox else [i - 1 for i in keys.require("target_layers")]
-    own_embedding, own_head = own_rows(file.tensors, "token_embd.weight", "output.weight")
+    own_embedding, own_head = own_rows(tensors)
     config = DrafterConfig(
-        **sizes,
+        **_sizes(file, keys, tensors),
         num_layers=layers,
         rope_theta=keys.number("rope.freq_base"),
         rms_eps=keys.number("attention.layer_norm_rms_epsilon", 1e-6 if lucebox else None),
-        context_length=keys.count("context_length"),
+        context_length=keys.count("context_length", _FAMILY_CONTEXT if lucebox else None),
         block_size=keys.count("dflash.block_size" if lucebox else "block_size", 16),
-        target_layer_ids=tuple(int(i) for i in targets),
+        # llama.cpp's dialect counts the layer whose input is tapped.
+        target_layer_ids=keys.integers("dflash.target_layer_ids")
+        if lucebox
+        else tuple(i - 1 for i in keys.integers("target_layers")),
         mask_token_id=_mask_id(file, keys),
-        sliding_window=sliding_window,
+        sliding_window=window,
         sliding=sliding,
         causal=sliding if per_layer else (bool(causal),) * layers,
-        conv_kernel=int(keys.get("conv_kernel_size", 0)),
-        conv_group=int(keys.get("conv_group_size", 0)),
-        selector_rank=int(keys.get("selector_rank", 0)),
-        selector_top_k=int(keys.get("selector_top_k", 0)),
-        selector_vocab=rows_or_zero(file.tensors, "selector_predecessor.weight"),
+        conv_kernel=keys.integer("conv_kernel_size", 0),
+        conv_group=keys.integer("conv_group_size", 0),
+        selector_rank=keys.integer("selector_rank", 0),
+        selector_top_k=keys.integer("selector_top_k", 0),
+        selector_vocab=rows_or_zero(tensors, "candidate_selector.predecessor_codebook"),
         output_multiplier=keys.number("logit_scale", 1.0),
         logit_softcap=float(keys.get("final_logit_softcapping", 0.0)),
         embedding_scale=keys.number("embedding_scale", 1.0),
@@ -123,7 +124,11 @@ def drafter_config(file: GgufFile) -> DrafterConfig:
         rope_scaling=_rope_scaling(keys),
         pattern_source=source,
     )
-    return check_drafter(file.path, config, "selector_hidden.weight" in file.tensors, _fc_columns(file.tensors))
+    return check_drafter(file.path, config, tensors)
+
+
+_FAMILY_CONTEXT = 262_144
+"""Trained context of the published models, for files that do not state one."""
 
 
 def _refuse_unsupported(keys: Keys) -> None:
@@ -136,47 +141,36 @@ def _refuse_unsupported(keys: Keys) -> None:
     keys.refuse_unless("dflash.context_kv_layer_norm", (False,))
 
 
-def _drafter_sizes(file: GgufFile, keys: Keys) -> dict[str, int]:
+def _sizes(file: GgufFile, keys: Keys, tensors: Mapping[str, QuantTensor]) -> dict[str, int]:
     """Sizes from the metadata; what older files leave out follows from tensor shapes."""
-    tensors, path = file.tensors, file.path
-    head_dim = keys.get("attention.key_length") or rows(path, tensors, "blk.0.attn_k_norm.weight")
+    path, layer = file.path, "layers.0."
+    head_dim = keys.count("attention.key_length", rows(path, tensors, f"{layer}self_attn.k_norm.weight"))
     keys.refuse_unless("attention.value_length", (head_dim,))
     keys.refuse_unless("rope.dimension_count", (head_dim,))
-    scale = keys.get("attention.scale")
-    if scale is not None and abs(scale * head_dim**0.5 - 1) > 1e-5:
+    scale = keys.number("attention.scale", head_dim**-0.5)
+    if abs(scale * head_dim**0.5 - 1) > 1e-5:
         raise LoadError(f"{path}: attention.scale is {scale:g}; only 1/sqrt({head_dim}) is supported")
-
-    def heads(key: str, tensor: str) -> int:
-        return int(keys.get(key) or divide(path, tensor, rows(path, tensors, tensor), "head size", head_dim))
-
     return {
-        "hidden_size": keys.get("embedding_length") or rows(path, tensors, "blk.0.attn_norm.weight"),
-        "intermediate_size": keys.get("feed_forward_length") or rows(path, tensors, "blk.0.ffn_gate.weight"),
-        "num_heads": heads("attention.head_count", "blk.0.attn_q.weight"),
-        "num_kv_heads": heads("attention.head_count_kv", "blk.0.attn_k.weight"),
+        "hidden_size": keys.count("embedding_length", rows(path, tensors, "fc.weight")),
+        "intermediate_size": keys.count("feed_forward_length", rows(path, tensors, f"{layer}mlp.gate_proj.weight")),
+        "num_heads": keys.count("attention.head_count", rows(path, tensors, f"{layer}self_attn.q_proj.weight") // head_dim),
+        "num_kv_heads": keys.count(
+            "attention.head_count_kv", rows(path, tensors, f"{layer}self_attn.k_proj.weight") // head_dim
+        ),
         "head_dim": head_dim,
     }
 
 
 def _sliding(keys: Keys, layers: int) -> tuple[int | None, tuple[bool, ...], Literal["metadata", "inferred"]]:
-    window = int(keys.get("attention.sliding_window", 0))
-    pattern = keys.get("attention.sliding_window_pattern")
-    if pattern is None:
-        return (window or None, infer_sliding(layers) if window else (False,) * layers, "inferred")
-    if not isinstance(pattern, list) or len(pattern) != layers:
-        found = f"{len(pattern)} entries" if isinstance(pattern, list) else repr(pattern)
-        raise LoadError(f"{keys.path}: attention.sliding_window_pattern must have {layers} entries, found {found}")
+    window = keys.integer("attention.sliding_window", 0)
+    if keys.get("attention.sliding_window_pattern") is None:
+        return window or None, infer_sliding(layers) if window else (False,) * layers, "inferred"
+    pattern = keys.items("attention.sliding_window_pattern", layers)
     sliding = tuple(bool(flag) and window > 0 for flag in pattern)
-    return (window if any(sliding) else None, sliding, "metadata")
+    return (window if any(sliding) else None), sliding, "metadata"
 
 
 def _mask_id(file: GgufFile, keys: Keys) -> int:
-    value = keys.get("dflash.mask_token_id", file.metadata.get("tokenizer.ggml.mask_token_id"))
-    if value is None:
-        raise LoadError(f"{file.path}: tokenizer.ggml.mask_token_id is missing")
-    return int(value)
-
-
-def _fc_columns(tensors: Mapping[str, QuantTensor]) -> int:
-    names = ("fc.weight", "dflash.fc.weight", "dflash_fc.weight")
-    return next((tensors[name].shape[-1] for name in names if name in tensors), 0)
+    if keys.get("dflash.mask_token_id") is not None:
+        return keys.integer("dflash.mask_token_id")
+    return Keys(file.path, file.metadata).integer("tokenizer.ggml.mask_token_id")

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any, Literal, TypeVar
 
 from paceline.config import DrafterConfig, LayerType, RopeScaling, TargetConfig
 from paceline.errors import LoadError
+from paceline.ops.quant import QuantTensor
 from paceline.weights.geometry import Keys, check_drafter, check_target, own_rows, rows, rows_or_zero
 from paceline.weights.safetensors import HfDirectory
+
+T = TypeVar("T")
 
 TARGET_ARCHITECTURES = ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration")
 DRAFTER_ARCHITECTURES = ("DFlashDraftModel", "DFlash2DraftModel", "DFlash2BeamDraftModel")
@@ -29,7 +33,8 @@ def ties_embeddings(directory: HfDirectory) -> bool:
 def target_config(directory: HfDirectory, vocab_size: int) -> TargetConfig:
     """Geometry of a Qwen3.5-family checkpoint whose embedding has ``vocab_size`` rows."""
     keys = _text_keys(directory)
-    keys.refuse_unless("quantization_config", ())
+    for level in (keys, Keys(keys.path, directory.metadata)):
+        level.refuse_unless("quantization_config", ())
     keys.refuse_unless("hidden_act", ("silu",))
     keys.refuse_unless("attention_bias", (False,))
     keys.refuse_unless("attn_output_gate", (True,))
@@ -63,16 +68,11 @@ def target_config(directory: HfDirectory, vocab_size: int) -> TargetConfig:
 
 def _layer_types(keys: Keys) -> tuple[LayerType, ...]:
     layers = keys.count("num_hidden_layers")
-    found = keys.get("layer_types")
-    if found is None:
+    if keys.get("layer_types") is None:
         interval = keys.count("full_attention_interval", 4)
         return tuple("gdn" if (i + 1) % interval else "attention" for i in range(layers))
     known: dict[str, LayerType] = {"linear_attention": "gdn", "full_attention": "attention"}
-    unknown = [name for name in found if name not in known]
-    if unknown or len(found) != layers:
-        problem = f"holds {unknown[0]!r}" if unknown else f"has {len(found)} entries for {layers} layers"
-        raise LoadError(f"{keys.path}: layer_types {problem}")
-    return tuple(known[name] for name in found)
+    return tuple(_lookup(keys, "layer_types", known, layers))
 
 
 def _rope(keys: Keys) -> Keys:
@@ -100,21 +100,24 @@ def _rope_scaling(rope: Keys) -> RopeScaling | None:
     )
 
 
-def drafter_config(directory: HfDirectory) -> DrafterConfig:
-    """Geometry of a DFlash or DFlash2 checkpoint. Its own settings sit in ``dflash_config`` or at the top level."""
-    tensors = directory.tensors
+def drafter_keys(directory: HfDirectory) -> Keys:
+    """A drafter's settings; its own sit in ``dflash_config`` or at the top level, where the nested one wins."""
     config = directory.metadata
-    keys = Keys(directory.path / "config.json", {**config, **(config.get("dflash_config") or {})})
+    return Keys(directory.path / "config.json", {**config, **(config.get("dflash_config") or {})})
+
+
+def drafter_config(directory: HfDirectory, tensors: Mapping[str, QuantTensor]) -> DrafterConfig:
+    """Geometry of a DFlash or DFlash2 checkpoint; ``tensors`` are by parameter name."""
+    keys = drafter_keys(directory)
     _refuse_unsupported(directory, keys)
+    rows(directory.path, tensors, "fc.weight")
     layers = keys.count("num_hidden_layers")
     heads, hidden = keys.count("num_attention_heads"), keys.count("hidden_size")
     window, sliding, causal, source = _attention_pattern(keys, layers)
     rope = _rope(keys)
-    prefix = "" if "fc.weight" in tensors else "model."
-    embedding = "" if keys.get("has_embed_tokens") is False else f"{prefix}embed_tokens.weight"
-    own_embedding, own_head = own_rows(tensors, embedding, "lm_head.weight")
-    codebook = f"{prefix}candidate_selector.predecessor_codebook"
-    result = DrafterConfig(
+    rope.refuse_unless("partial_rotary_factor", (1,))
+    own_embedding, own_head = own_rows(tensors)
+    config = DrafterConfig(
         hidden_size=hidden,
         intermediate_size=keys.count("intermediate_size"),
         num_layers=layers,
@@ -126,15 +129,15 @@ def drafter_config(directory: HfDirectory) -> DrafterConfig:
         context_length=keys.count("max_position_embeddings"),
         block_size=keys.count("block_size", 16),
         target_layer_ids=_target_layer_ids(keys, layers),
-        mask_token_id=int(keys.require("mask_token_id")),
+        mask_token_id=keys.integer("mask_token_id"),
         sliding_window=window,
         sliding=sliding,
         causal=causal,
-        conv_kernel=int(keys.get("conv_kernel_size", 0)),
-        conv_group=int(keys.get("conv_group_size", 0)),
-        selector_rank=int(keys.get("selector_rank", 0)),
-        selector_top_k=int(keys.get("selector_top_k", 0)),
-        selector_vocab=rows_or_zero(tensors, codebook) or rows_or_zero(tensors, f"{codebook}.weight"),
+        conv_kernel=keys.integer("conv_kernel_size", 0),
+        conv_group=keys.integer("conv_group_size", 0),
+        selector_rank=keys.integer("selector_rank", 0),
+        selector_top_k=keys.integer("selector_top_k", 0),
+        selector_vocab=rows_or_zero(tensors, "candidate_selector.predecessor_codebook"),
         output_multiplier=keys.number("output_multiplier", 1.0),
         logit_softcap=float(keys.get("final_logit_softcapping", 0.0)),
         embedding_scale=keys.number("input_embedding_scale", 1.0),
@@ -143,9 +146,7 @@ def drafter_config(directory: HfDirectory) -> DrafterConfig:
         rope_scaling=_rope_scaling(rope),
         pattern_source=source,
     )
-    rows(directory.path, tensors, f"{prefix}fc.weight")
-    has_selector = f"{prefix}candidate_selector.hidden_projection.weight" in tensors
-    return check_drafter(directory.path, result, has_selector, tensors[f"{prefix}fc.weight"].shape[-1])
+    return check_drafter(directory.path, config, tensors)
 
 
 def _refuse_unsupported(directory: HfDirectory, keys: Keys) -> None:
@@ -158,11 +159,10 @@ def _refuse_unsupported(directory: HfDirectory, keys: Keys) -> None:
         "quantization_config": (),
         "hidden_act": ("silu",),
         "attention_bias": (False,),
-        "attention_value_scale": (1, 1.0),
+        "attention_value_scale": (1,),
         "attention_sink_bias": (False,),
         # False: pairs of neighbours are rotated instead of halves.
         "rope_is_neox_style": (True,),
-        "partial_rotary_factor": (1, 1.0),
         "transformer_layer_config": (),
     }
     for key, values in accepted.items():
@@ -170,9 +170,8 @@ def _refuse_unsupported(directory: HfDirectory, keys: Keys) -> None:
 
 
 def _target_layer_ids(keys: Keys, layers: int) -> tuple[int, ...]:
-    ids = keys.get("target_layer_ids")
-    if ids is not None:
-        return tuple(int(i) for i in ids)
+    if keys.get("target_layer_ids") is not None:
+        return keys.integers("target_layer_ids")
     depth = keys.count("num_target_layers")
     if layers == 1:
         return (depth // 2,)
@@ -186,20 +185,25 @@ def _attention_pattern(
 
     A layer *named* sliding is causal unless the file says otherwise, also when the window itself is switched off.
     """
-    window = keys.get("sliding_window") if keys.get("use_sliding_window", True) else None
-    names = keys.get("layer_types")
-    if names is None:
-        first = keys.get("max_window_layers", layers) if keys.get("use_sliding_window") else layers
-        names = ["full_attention" if i < first else "sliding_attention" for i in range(layers)]
-    unknown = [name for name in names if name not in ("full_attention", "sliding_attention")]
-    if unknown or len(names) != layers:
-        problem = f"holds {unknown[0]!r}" if unknown else f"has {len(names)} entries for {layers} layers"
-        raise LoadError(f"{keys.path}: layer_types {problem}")
-    named_sliding = tuple(name == "sliding_attention" for name in names)
-    sliding = tuple(flag and window is not None for flag in named_sliding)
+    window = keys.integer("sliding_window", 0) if keys.get("use_sliding_window", True) else 0
+    source: Literal["metadata", "inferred"] = "metadata"
+    if keys.get("layer_types") is not None:
+        kinds = {"full_attention": False, "sliding_attention": True}
+        named_sliding = tuple(_lookup(keys, "layer_types", kinds, layers))
+    else:
+        first = keys.integer("max_window_layers", layers) if keys.get("use_sliding_window") else layers
+        named_sliding = tuple(i >= first for i in range(layers))
+        source = "metadata" if any(named_sliding) else "inferred"
+    sliding = tuple(flag and window > 0 for flag in named_sliding)
     explicit = keys.get("is_causal", keys.get("causal"))
     causal = named_sliding if explicit is None else (bool(explicit),) * layers
-    source: Literal["metadata", "inferred"] = (
-        "metadata" if keys.get("layer_types") is not None or any(sliding) else "inferred"
-    )
-    return (int(window) if window and any(sliding) else None, sliding, causal, source)
+    return (window if any(sliding) else None), sliding, causal, source
+
+
+def _lookup(keys: Keys, key: str, known: dict[str, T], length: int) -> list[T]:
+    """The meaning of each entry of a list of names."""
+    names = keys.items(key, length)
+    unknown = next((name for name in names if name not in known), None)
+    if unknown is not None:
+        raise LoadError(f"{keys.path}: {key} holds {unknown!r}; known: {', '.join(known)}")
+    return [known[name] for name in names]

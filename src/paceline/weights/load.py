@@ -55,8 +55,12 @@ class Checkpoint(Generic[Config]):
         return self.file.metadata
 
     def tokenizer(self) -> Tokenizer:
-        """Build the tokenizer; ``LoadError`` when the checkpoint has none or one of another kind."""
-        return self.file.tokenizer()
+        """Build the tokenizer; ``LoadError`` when the checkpoint has none, one of another kind, or one that is too large."""
+        tokenizer = self.file.tokenizer()
+        embedding = self.tensors.get("embed_tokens.weight")
+        if embedding is not None and tokenizer.vocab_size > embedding.shape[0]:
+            raise LoadError(f"{self.path}: {tokenizer.vocab_size} tokens, but only {embedding.shape[0]} embedding rows")
+        return tokenizer
 
     def chat_template(self) -> ChatTemplate | None:
         """The chat template, compiled; ``None`` when there is none, ``LoadError`` when it cannot be read."""
@@ -89,18 +93,18 @@ def open_drafter(path: str | Path) -> Checkpoint[DrafterConfig]:
 
 def target_of(file: ModelFile) -> Checkpoint[TargetConfig]:
     """See ``open_target``."""
-    _check_role(file, "target", _TARGETS, _DRAFTERS)
+    _check_role(file, "target", TARGETS, DRAFTERS)
     return _hf_target(file) if isinstance(file, HfDirectory) else _gguf_target(file)
 
 
 def drafter_of(file: ModelFile) -> Checkpoint[DrafterConfig]:
     """See ``open_drafter``."""
-    _check_role(file, "drafter", _DRAFTERS, _TARGETS)
+    _check_role(file, "drafter", DRAFTERS, TARGETS)
     return _hf_drafter(file) if isinstance(file, HfDirectory) else _gguf_drafter(file)
 
 
-_TARGETS = (*gguf_geometry.TARGET_ARCHITECTURES, *hf_geometry.TARGET_ARCHITECTURES)
-_DRAFTERS = (
+TARGETS = (*gguf_geometry.TARGET_ARCHITECTURES, *hf_geometry.TARGET_ARCHITECTURES)
+DRAFTERS = (
     *gguf_geometry.DRAFTER_ARCHITECTURES,
     *gguf_geometry.LUCEBOX_ARCHITECTURES,
     *hf_geometry.DRAFTER_ARCHITECTURES,
@@ -120,14 +124,13 @@ def _check_role(file: ModelFile, role: str, supported: tuple[str, ...], others: 
 
 def _gguf_target(file: GgufFile) -> Checkpoint[TargetConfig]:
     layers = gguf_geometry.target_layers(file)
-    config = gguf_geometry.target_config(file)
 
     def beyond(name: str) -> bool:
         block = names.gguf_block(name)
         return block is not None and block >= layers
 
-    tensors, sources, ignored = _named(file, names.target_from_gguf, beyond, drafter=False)
-    return Checkpoint(file, config, tensors, sources, ignored)
+    tensors, sources, ignored = _named(file, names.target_from_gguf, beyond)
+    return Checkpoint(file, gguf_geometry.target_config(file, tensors), tensors, sources, ignored)
 
 
 def _hf_target(file: HfDirectory) -> Checkpoint[TargetConfig]:
@@ -136,25 +139,28 @@ def _hf_target(file: HfDirectory) -> Checkpoint[TargetConfig]:
     def dropped(name: str) -> bool:
         return names.hf_is_dropped(name) or (tied and name == "lm_head.weight")
 
-    tensors, sources, ignored = _named(file, names.target_from_hf, dropped, drafter=False)
+    tensors, sources, ignored = _named(file, names.target_from_hf, dropped)
     config = hf_geometry.target_config(file, rows(file.path, tensors, "embed_tokens.weight"))
     tensors = {name: effective_target_tensor(name, tensor) for name, tensor in tensors.items()}
     return Checkpoint(file, config, tensors, sources, ignored)
 
 
 def _gguf_drafter(file: GgufFile) -> Checkpoint[DrafterConfig]:
-    tensors, sources, ignored = _named(file, names.drafter_from_gguf, names.is_domino, drafter=True)
-    config = gguf_geometry.drafter_config(file)
+    lucebox = file.architecture in gguf_geometry.LUCEBOX_ARCHITECTURES
+    parameter = names.drafter_from_lucebox if lucebox else names.drafter_from_gguf
+    tensors, sources, ignored = _named(file, parameter, names.is_domino)
+    config = gguf_geometry.drafter_config(file, tensors)
     return Checkpoint(file, config, _with_tied_head(tensors), sources, ignored)
 
 
 def _hf_drafter(file: HfDirectory) -> Checkpoint[DrafterConfig]:
-    config = hf_geometry.drafter_config(file)
+    uses_own = hf_geometry.drafter_keys(file).get("has_embed_tokens", True)
 
     def dropped(name: str) -> bool:
-        return config.own_embedding_rows == 0 and name.endswith("embed_tokens.weight")
+        return not uses_own and name.endswith("embed_tokens.weight")
 
-    tensors, sources, ignored = _named(file, names.drafter_from_hf, dropped, drafter=True)
+    tensors, sources, ignored = _named(file, names.drafter_from_hf, dropped)
+    config = hf_geometry.drafter_config(file, tensors)
     return Checkpoint(file, config, _with_tied_head(tensors), sources, ignored)
 
 
@@ -169,8 +175,6 @@ def _named(
     file: ModelFile,
     parameter: Callable[[str], str | None],
     dropped: Callable[[str], bool],
-    *,
-    drafter: bool,
 ) -> tuple[dict[str, QuantTensor], dict[str, str], tuple[str, ...]]:
     """Sort a file's tensors into parameters (by our name, and what the file calls them) and ignored ones."""
     named: dict[str, QuantTensor] = {}
@@ -180,12 +184,11 @@ def _named(
         if dropped(name):
             ignored.append(name)
             continue
-        feature = names.unsupported_feature(name, drafter=drafter)
-        if feature is not None:
-            raise LoadError(f"{file.path}: tensor {name} needs {feature}, which is not supported")
         target = parameter(name)
         if target is None:
-            raise LoadError(f"{file.path}: unexpected tensor {name} {list(tensor.shape)}")
+            feature = names.unsupported_feature(name)
+            why = f"belongs to {feature}, which is not supported" if feature else f"{list(tensor.shape)} is unexpected"
+            raise LoadError(f"{file.path}: tensor {name} {why}")
         if target in sources:
             raise LoadError(f"{file.path}: tensors {sources[target]} and {name} are the same parameter, {target}")
         if tensor.qtype not in BLOCKS:

@@ -50,7 +50,9 @@ _DRAFTER_TOP = {
     "selector_successor.weight": "candidate_selector.successor_codebook",
     "selector_hidden.weight": "candidate_selector.hidden_projection.weight",
     **_TARGET_TOP,
-    # lucebox's dialect
+}
+_LUCEBOX_TOP = {
+    **_DRAFTER_TOP,
     "dflash.fc.weight": "fc.weight",
     "dflash_fc.weight": "fc.weight",
     "dflash.hidden_norm.weight": "hidden_norm.weight",
@@ -66,6 +68,8 @@ _DRAFTER_LAYER = {
     **_ATTENTION,
     **_MLP,
 }
+
+_LUCEBOX_LAYER = {**_DRAFTER_LAYER, "post_attention_norm.weight": "post_attention_layernorm.weight"}
 
 _GGUF_BLOCK = re.compile(r"blk\.(\d+)\.(.+)")
 _HF_LAYER = re.compile(r"layers\.\d+\.(.+)")
@@ -87,6 +91,11 @@ def target_from_gguf(name: str) -> str | None:
 def drafter_from_gguf(name: str) -> str | None:
     """Parameter of the drafter that a GGUF tensor fills, ``None`` when there is none."""
     return _from_gguf(name, _DRAFTER_TOP, _DRAFTER_LAYER)
+
+
+def drafter_from_lucebox(name: str) -> str | None:
+    """The same for the older dialect of ``dflash-draft`` files."""
+    return _from_gguf(name, _LUCEBOX_TOP, _LUCEBOX_LAYER)
 
 
 def _from_gguf(name: str, top: dict[str, str], layer: dict[str, str]) -> str | None:
@@ -130,29 +139,23 @@ def _known(name: str, top: dict[str, str], layer: dict[str, str]) -> str | None:
 
 
 _UNSUPPORTED = [
-    (re.compile(pattern), reason)
-    for pattern, reason in (
+    (re.compile(pattern), feature)
+    for pattern, feature in (
         (r"^markov_w[12]\.|^conf_proj\.|^dflash\.dspark\.|markov_head\.|confidence_head\.", "a DSpark head"),
         (r"^d2t$|^t2d$|\.d2t$", "a reduced draft vocabulary"),
         (r"hyper_connection|^hc_|\.hc_", "hyper-connections"),
         (r"attn_sinks|\.sinks$|attention_sink", "attention sinks"),
-        (r"post_ffw_norm|post_feedforward_layernorm|pre_feedforward_layernorm", "sandwich norms"),
+        (r"post_attention_norm\.|post_ffw_norm\.|(pre|post)_feedforward_layernorm\.", "sandwich norms"),
         (r"layer_output_scale|layer_scalar", "a scale on each layer's output"),
-        (r"^rope_freqs|rope_factors", "RoPE frequency factors stored as a tensor"),
+        (r"^rope_freqs|rope_factors", "RoPE frequency factors"),
+        (r"\.attn_gate\.|self_attn\.g(ate)?_proj\.", "a gate on the drafter's attention output"),
         (r"(^|\.)aux_hidden_norm\.", "a norm on each tapped layer"),
-        (r"\.(input_)?scale$", "scales beside the weights (NVFP4 or FP8 export)"),
-        (r"ffn_\w*exps|mlp\.experts\.|_shexp", "a mixture of experts"),
-        (r"lora_[ab]$|\.lora_", "LoRA weights"),
+        (r"\.(input_)?scale$|weight_scale", "scaled weights (an NVFP4 or FP8 export)"),
+        (r"_exps\.|_shexp\.|mlp\.experts\.", "a mixture of experts"),
     )
 ]
-_UNSUPPORTED_DRAFTER = [
-    (re.compile(r"^blk\.\d+\.post_attention_norm\."), "sandwich norms"),
-    (re.compile(r"^blk\.\d+\.attn_gate\.|self_attn\.g(ate)?_proj\."), "a softplus gate on the attention output"),
-    *_UNSUPPORTED,
-]
 
 
-def unsupported_feature(name: str, *, drafter: bool) -> str | None:
-    """What a tensor of this name would need of the model, for tensors that are known and not supported."""
-    table = _UNSUPPORTED_DRAFTER if drafter else _UNSUPPORTED
-    return next((reason for pattern, reason in table if pattern.search(name)), None)
+def unsupported_feature(name: str) -> str | None:
+    """What a tensor that fills no parameter belongs to, for features that are known and not supported."""
+    return next((feature for pattern, feature in _UNSUPPORTED if pattern.search(name)), None)

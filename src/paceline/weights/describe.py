@@ -1,0 +1,128 @@
+"""What a model file holds and what it takes to run it, also for files that cannot be run."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from paceline.config import DrafterConfig, TargetConfig
+from paceline.errors import LoadError
+from paceline.weights.load import DRAFTERS, TARGETS, Checkpoint, ModelFile, drafter_of, open_file, target_of
+
+_CACHE_BYTES = {"f32": 4.0, "f16": 2.0, "bf16": 2.0, "q8_0": 34 / 32}
+"""Bytes per stored number of each cache type."""
+
+
+@dataclass(frozen=True, slots=True)
+class TypeUse:
+    """How much of a file one tensor type makes up."""
+
+    qtype: str
+    tensors: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """A model file at a glance. ``problems`` says why it cannot be run and is empty when it can.
+
+    ``parameters`` counts the numbers in all tensors, ``weight_bytes`` their stored size without the ignored ones.
+    ``cache_bytes_per_token`` is by cache type: a target's K/V, or a drafter's context K/V. ``state_bytes_per_lane`` is the
+    recurrent and convolution state of one lane. Sizes that need the geometry are empty or 0 when it cannot be read.
+    """
+
+    paths: tuple[Path, ...]
+    architecture: str
+    name: str | None
+    role: Literal["target", "drafter"] | None
+    config: TargetConfig | DrafterConfig | None
+    problems: tuple[str, ...]
+    parameters: int
+    types: tuple[TypeUse, ...]
+    weight_bytes: int
+    ignored: tuple[str, ...]
+    vocab_tokens: int | None
+    has_chat_template: bool
+    cache_bytes_per_token: dict[str, int]
+    state_bytes_per_lane: int
+
+
+def describe(path: str | Path) -> Description:
+    """Describe the model at ``path``. ``LoadError`` only for what cannot be opened at all (missing, damaged, no model)."""
+    file = open_file(path)
+    role = _role(file)
+    problems: list[str] = []
+    checkpoint = _attempt(lambda: _checkpoint(file, role), problems)
+    # A drafter works with its target's tokenizer and template; what it carries itself is only reported.
+    text_problems = problems if role == "target" else []
+    tokenizer = _attempt(file.tokenizer, text_problems)
+    template = _attempt(file.chat_template, text_problems)
+    ignored = checkpoint.ignored if checkpoint else ()
+    config = checkpoint.config if checkpoint else None
+    return Description(
+        paths=file.paths,
+        architecture=file.architecture,
+        name=file.metadata.get("general.name"),
+        role=role,
+        config=config,
+        problems=tuple(problems),
+        parameters=sum(math.prod(tensor.shape) for tensor in file.tensors.values()),
+        types=_types(file),
+        weight_bytes=sum(tensor.nbytes for name, tensor in file.tensors.items() if name not in set(ignored)),
+        ignored=ignored,
+        vocab_tokens=tokenizer.vocab_size if tokenizer else None,
+        has_chat_template=template is not None,
+        cache_bytes_per_token=_cache_bytes(config),
+        state_bytes_per_lane=_state_bytes(config) if isinstance(config, TargetConfig) else 0,
+    )
+
+
+def _role(file: ModelFile) -> Literal["target", "drafter"] | None:
+    if file.architecture in TARGETS:
+        return "target"
+    return "drafter" if file.architecture in DRAFTERS or "dspark" in file.architecture.lower() else None
+
+
+def _checkpoint(file: ModelFile, role: str | None) -> Checkpoint[Any]:
+    if role is None:
+        supported = f"targets: {', '.join(TARGETS)}; drafters: {', '.join(DRAFTERS)}"
+        raise LoadError(f"{file.path}: architecture {file.architecture!r} is not supported; {supported}")
+    return target_of(file) if role == "target" else drafter_of(file)
+
+
+def _attempt(action: Any, problems: list[str]) -> Any:
+    try:
+        return action()
+    except LoadError as error:
+        problems.append(error.message)
+        return None
+
+
+def _types(file: ModelFile) -> tuple[TypeUse, ...]:
+    counts: Counter[str] = Counter()
+    sizes: Counter[str] = Counter()
+    for tensor in file.tensors.values():
+        counts[tensor.qtype] += 1
+        sizes[tensor.qtype] += tensor.nbytes
+    return tuple(TypeUse(qtype, counts[qtype], size) for qtype, size in sizes.most_common())
+
+
+def _cache_bytes(config: TargetConfig | DrafterConfig | None) -> dict[str, int]:
+    if config is None:
+        return {}
+    if isinstance(config, TargetConfig):
+        layers, types = config.layer_types.count("attention"), tuple(_CACHE_BYTES)
+    else:
+        layers, types = config.num_layers, ("f32", "f16")
+    numbers = 2 * layers * config.num_kv_heads * config.head_dim
+    return {kind: int(numbers * _CACHE_BYTES[kind]) for kind in types}
+
+
+def _state_bytes(config: TargetConfig) -> int:
+    """float32: the state matrix of every value head, and the last inputs of every convolution channel."""
+    state = config.gdn_value_heads * config.gdn_key_dim * config.gdn_value_dim
+    history = (config.conv_kernel - 1) * config.conv_channels
+    return 4 * config.layer_types.count("gdn") * (state + history)
