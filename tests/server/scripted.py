@@ -119,6 +119,8 @@ class PlainTemplate:
     def render(
         self,
         messages: list[dict[str, Any]],
+        /,
+        *,
         tools: list[dict[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         **kwargs: Any,

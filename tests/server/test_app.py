@@ -222,6 +222,12 @@ def test_messages_and_tools_reach_the_template(server: Running) -> None:
     assert server.template.calls == [{"messages": HELLO, "tools": [tool], "enable_thinking": False}]
 
 
+def test_a_model_without_a_template_only_completes(server: Running) -> None:
+    server.service.attach(Backend(server.engine, ByteTokenizer(), None))
+    assert_error(post(server), 400, "chat template", COMPLETIONS)
+    assert post(server, COMPLETIONS).status_code == 200
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [

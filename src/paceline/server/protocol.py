@@ -366,7 +366,7 @@ def _tools(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
 
 def _template_kwargs(body: Mapping[str, Any]) -> dict[str, Any]:
     kwargs = _expect(dict, body, "chat_template_kwargs") or {}
-    for name in ("self", "messages", "tools", "add_generation_prompt"):
+    for name in ("messages", "tools", "add_generation_prompt"):
         if name in kwargs:
             where = f"chat_template_kwargs.{name}"
             raise InvalidRequest(f"{where} is set by the server", param=where)

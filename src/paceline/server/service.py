@@ -51,6 +51,8 @@ class Template(Protocol):
     def render(
         self,
         messages: list[dict[str, Any]],
+        /,
+        *,
         tools: list[dict[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         **kwargs: Any,
@@ -59,11 +61,11 @@ class Template(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """What exists once loading is over."""
+    """What exists once loading is over. A model without a chat template serves completions only."""
 
     handle: EngineHandle
     tokenizer: TextCodec
-    template: Template
+    template: Template | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,6 +271,8 @@ def _engine_request(prompt: tuple[int, ...], sampling: SamplingParams, info: Eng
 
 
 def _chat_prompt(backend: Backend, request: ChatRequest) -> tuple[int, ...]:
+    if backend.template is None:
+        raise InvalidRequest(f"{backend.handle.info.model_name} has no chat template; use /v1/completions")
     text = backend.template.render(
         request.messages, tools=request.tools, add_generation_prompt=True, **request.template_kwargs
     )
