@@ -7,7 +7,7 @@ here only because the other side is foreign float32 code with another order of a
 Where the tolerances come from: against the same mathematics in float64 the reference values are off by up to 1.7e-5 in
 the target's hidden states and 6.5e-5 in its logits of up to 56, by up to 5.2e-6 in a drafter's hidden states and 9.7e-6 in
 its logits. Ours may be off by as much in the other direction; the bounds are four to six times the reference's own error.
-The smallest effect of a mistake (a sliding window one key too wide) is 0.5.
+Of the mistakes that were tried on purpose, the mildest (a sliding window one key too wide) changes hidden states by 0.5.
 """
 
 from __future__ import annotations

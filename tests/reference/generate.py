@@ -203,8 +203,7 @@ def run_target(model: Any, tokens: torch.Tensor, **kwargs: Any) -> tuple[torch.T
     the layers are observed themselves) and logits [T, V]."""
     hidden: list[torch.Tensor] = []
     hooks = [
-        layer.register_forward_hook(lambda _module, _inputs, output: hidden.append(output))
-        for layer in model.model.layers
+        layer.register_forward_hook(lambda _module, _inputs, output: hidden.append(output)) for layer in model.model.layers
     ]
     try:
         logits = model(tokens[None], **kwargs).logits[0]
