@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from paceline.batch import PackedBatch
 from paceline.config import DrafterConfig
 from paceline.models.layers import MLP, Embedding, Linear, RMSNorm, parameter
-from paceline.views import AttentionView, ContextView
 from paceline.ops.activation import softcap
 from paceline.ops.attention import attention
 from paceline.ops.conv import dynamic_conv
@@ -26,6 +25,7 @@ from paceline.ops.selector import candidate_scores
 from paceline.ops.topk import top_k
 from paceline.sampling import SamplingRows, pick_candidates
 from paceline.types import RowKind
+from paceline.views import AttentionView, ContextView
 
 Angles = tuple[Tensor, Tensor]
 
@@ -128,8 +128,7 @@ class Selector(nn.Module):
                 self.predecessor_codebook,
                 self.successor_codebook,
             )
-            at = torch.arange(lanes, device=hidden.device) * slots + slot
-            chosen = pick_candidates(scores, ids[:, slot], rows.select(at))
+            chosen = pick_candidates(scores, ids[:, slot], rows.select(range(slot, lanes * slots, slots)))
             previous = ids[:, slot].gather(1, chosen.unsqueeze(1)).squeeze(1)
             path.append(previous)
         return torch.stack(path, dim=1)

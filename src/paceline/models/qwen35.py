@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from paceline.batch import PackedBatch
 from paceline.config import TargetConfig
 from paceline.models.layers import MLP, Embedding, Linear, RMSNorm, parameter
-from paceline.views import AttentionView, GdnView, TargetViews
 from paceline.ops.activation import sigmoid, softplus
 from paceline.ops.attention import attention
 from paceline.ops.conv import causal_conv
@@ -22,6 +21,7 @@ from paceline.ops.gdn import gdn_prefill, gdn_verify
 from paceline.ops.kv import write_rows
 from paceline.ops.norm import gated_rms_norm, l2_norm
 from paceline.ops.rope import RopeTable, apply_rope
+from paceline.views import AttentionView, GdnView, TargetViews
 
 Angles = tuple[Tensor, Tensor]
 

@@ -44,7 +44,7 @@ class StateShape:
         key block never wraps and block rows never overwrite a row that is still visible."""
         if self.drafter is None or self.drafter.sliding_window is None:
             return 0
-        rows = min(self.drafter.sliding_window, self.max_ctx) + self.draft_rows + KEY_BLOCK
+        rows = min(self.drafter.sliding_window, self.max_ctx) + self.draft_rows
         return -(-rows // KEY_BLOCK) * KEY_BLOCK // PAGE_SIZE
 
     def reserve(self, tokens: int) -> int:

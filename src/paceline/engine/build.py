@@ -1,0 +1,111 @@
+"""From options to a runner and a scheduler: open, check, load, size, assemble."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from paceline.config import DEMO_DRAFTER, DEMO_TARGET, DrafterConfig, EngineOptions, TargetConfig
+from paceline.engine.arithmetic import describe, fingerprint, resolve_device, resolve_dtype
+from paceline.engine.capacity import plan_state
+from paceline.engine.drafting import DFlashDrafter, Drafter
+from paceline.engine.runner import Runner
+from paceline.engine.scheduler import Scheduler
+from paceline.engine.window import effective_drafter, window_line
+from paceline.models.dflash import DFlash
+from paceline.models.qwen35 import Qwen35, key_head_of
+from paceline.state.pool import StatePool
+from paceline.state.shapes import kv_bytes_per_token, lane_bytes
+from paceline.types import EngineInfo
+from paceline.weights.load import Checkpoint, check_pair, fill, open_drafter, open_target
+
+log = logging.getLogger("paceline.engine")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineParts:
+    runner: Runner
+    scheduler: Scheduler
+    info: EngineInfo
+
+
+def resolve_paths(options: EngineOptions) -> tuple[Path, Path | None]:
+    """Target and drafter files. The word ``demo`` names the built-in pair; the demo drafter goes with the demo target only,
+    so that naming another target alone means no drafter."""
+    target = DEMO_TARGET if options.target == "demo" else Path(options.target)
+    if options.drafter is None or not options.speculation:
+        return target, None
+    if options.drafter == "demo":
+        return target, DEMO_DRAFTER if options.target == "demo" else None
+    return target, Path(options.drafter)
+
+
+def build(options: EngineOptions, drafter: Drafter | None = None) -> EngineParts:
+    """Load the pair and assemble an engine. ``drafter`` replaces the drafter of the options (it stages no context)."""
+    started = time.perf_counter()
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    device, dtype = resolve_device(options.device), resolve_dtype(options.dtype)
+    target_path, drafter_path = resolve_paths(options)
+    target_file = open_target(target_path)
+    drafter_file = open_drafter(drafter_path) if drafter_path and drafter is None else None
+    drafter_config = _check_drafter(options, target_file, drafter_file)
+    shape = plan_state(options, target_file.config, drafter_config)
+
+    target = Qwen35(target_file.config, dtype)
+    fill(target, target_file, device)
+    target.finish(shape.max_ctx + shape.draft_rows)
+    if drafter_file is not None and drafter_config is not None:
+        model = DFlash(drafter_config, dtype)
+        fill(model, drafter_file, device)
+        model.finish(shape.max_ctx + shape.draft_rows)
+        drafter = DFlashDrafter(model, target)
+    pool = StatePool(shape, key_head_of(target_file.config), device)
+    block_size = drafter.block_size if drafter else 1
+    scheduler = Scheduler(
+        pool, max_ctx=shape.max_ctx, block_size=block_size, prefill_tokens=options.prefill_tokens, clock=time.monotonic
+    )
+    arithmetic = describe(options, dtype)
+    info = EngineInfo(
+        model_name=options.model_name or target_path.stem,
+        target_path=str(target_path),
+        drafter_path=str(drafter_path) if drafter_path else None,
+        fingerprint=fingerprint(arithmetic),
+        arithmetic=arithmetic,
+        max_ctx=shape.max_ctx,
+        max_concurrency=shape.lanes,
+        kv_pool_tokens=shape.pool_tokens,
+        vocab_size=target_file.config.vocab_size,
+        eos_ids=tuple(sorted(target_file.tokenizer().eos_ids)),
+        block_size=block_size if drafter else None,
+        speculation=drafter is not None,
+    )
+    log.info("arithmetic %s: %s", info.fingerprint, arithmetic)
+    log.info(
+        "%d lanes x %d tokens of context; K/V pool %d tokens, %.1f MiB; %.1f MiB of state per lane",
+        shape.lanes,
+        shape.max_ctx,
+        shape.pool_tokens,
+        shape.pool_tokens * kv_bytes_per_token(shape) / 2**20,
+        lane_bytes(shape) / 2**20,
+    )
+    log.info("loaded %s in %.1f s", info.model_name, time.perf_counter() - started)
+    return EngineParts(Runner(target, drafter, pool), scheduler, info)
+
+
+def _check_drafter(
+    options: EngineOptions, target: Checkpoint[TargetConfig], drafter: Checkpoint[DrafterConfig] | None
+) -> DrafterConfig | None:
+    """Everything about the pair that can be wrong, before a weight is read; logs the drafter's effective geometry."""
+    if drafter is None:
+        log.info("speculation off")
+        return None
+    check_pair(target, drafter)
+    config = effective_drafter(drafter.config, options.draft_swa, options.draft_block_size)
+    log.info("%s", window_line(config))
+    log.info("fixed %s width=%d", config.kind, config.block_size)
+    return config

@@ -1,0 +1,68 @@
+"""How much context fits: the pool's shape from the options, the models and the memory that is free."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+from paceline.config import PAGE_SIZE, DrafterConfig, EngineOptions, TargetConfig
+from paceline.errors import ConfigError
+from paceline.state.shapes import StateShape, kv_bytes_per_token, lane_bytes
+
+_CPU_SHARE = 0.5
+"""Share of the free memory that state may take on a CPU, where everybody else's programs live too."""
+_MIN_CTX = 256
+
+
+def plan_state(options: EngineOptions, target: TargetConfig, drafter: DrafterConfig | None) -> StateShape:
+    """The largest context up to the model's that ``max_concurrency`` lanes can have at once, or what the options say.
+
+    Raises ``ConfigError`` with both numbers when an explicit choice does not fit.
+    """
+    budget = int(_CPU_SHARE * _free_memory())
+    wanted = options.max_ctx or target.context_length
+    if wanted > target.context_length:
+        raise ConfigError(f"max_ctx {wanted} exceeds the model's context of {target.context_length}", param="max_ctx")
+    shape = _shape(options, target, drafter, wanted)
+    fixed = options.max_concurrency * lane_bytes(shape)
+    fits = max(0, budget - fixed) // kv_bytes_per_token(shape)
+    if shape.pool_tokens <= fits:
+        return shape
+    if options.max_ctx is None and options.kv_pool_tokens is None:
+        scaled = fits // options.max_concurrency // PAGE_SIZE * PAGE_SIZE
+        if scaled >= _MIN_CTX:
+            return _shape(options, target, drafter, scaled)
+    need = fixed + shape.pool_tokens * kv_bytes_per_token(shape)
+    raise ConfigError(
+        f"{options.max_concurrency} lanes and {shape.pool_tokens} tokens of K/V need {need / 2**20:.0f} MiB of state, "
+        f"{budget / 2**20:.0f} MiB are available; lower max_concurrency, max_ctx or kv_pool_tokens",
+        param="max_ctx",
+    )
+
+
+def _shape(options: EngineOptions, target: TargetConfig, drafter: DrafterConfig | None, max_ctx: int) -> StateShape:
+    shape = StateShape(
+        target=target,
+        drafter=drafter,
+        lanes=options.max_concurrency,
+        max_ctx=max_ctx,
+        pool_tokens=options.kv_pool_tokens or 0,
+        cache_type_k=options.cache_type_k,
+        cache_type_v=options.cache_type_v,
+        draft_cache_type="f32",
+    )
+    if options.kv_pool_tokens is None:
+        shape = replace(shape, pool_tokens=options.max_concurrency * shape.reserve(max_ctx) * PAGE_SIZE)
+    return shape
+
+
+def _free_memory() -> int:
+    """Bytes of physical memory that are free or reclaimable."""
+    try:
+        with open("/proc/meminfo") as file:
+            for line in file:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,217 @@
+"""``LLM``: the offline face of Paceline. Text in, text out, several prompts at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import queue
+import secrets
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from paceline.config import EngineOptions
+from paceline.engine.build import resolve_paths
+from paceline.engine.engine import Engine
+from paceline.errors import InvalidRequest, LaneFailed
+from paceline.text import TextStream
+from paceline.types import SEED_MODULUS, Emission, EngineStats, FinishReason, Request, RequestStats, SamplingParams
+from paceline.weights.load import open_target
+
+Message = dict[str, Any]
+Prompt = str | Sequence[int] | Sequence[Message]
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    prompt_tokens: int
+    completion_tokens: int
+
+    @property
+    def total_tokens(self) -> int:
+        return self.prompt_tokens + self.completion_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One answer. ``tokens`` are all generated ids, the ending stop id included; ``text`` shows neither it nor a matched
+    stop string. ``error`` is set beside ``finish_reason == "error"``."""
+
+    text: str
+    tokens: list[int]
+    finish_reason: FinishReason
+    usage: Usage
+    stats: RequestStats
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """A piece of a streamed answer; the last one carries ``finish_reason``, ``stats`` and, of a failed one, ``error``."""
+
+    text: str
+    tokens: tuple[int, ...]
+    finish_reason: FinishReason | None = None
+    stats: RequestStats | None = None
+    error: str | None = None
+
+
+class LLM:
+    """Loads a pair and generates. Use it as a context manager, or call ``close``.
+
+    Keyword options are the fields of ``paceline.config.EngineOptions``. Raises ``LoadError`` for a file that cannot be used
+    and ``ConfigError`` for an option that cannot work.
+    """
+
+    def __init__(self, target: str = "demo", drafter: str | None = "demo", **options: Any) -> None:
+        self._options = EngineOptions(target=str(target), drafter=None if drafter is None else str(drafter), **options)
+        checkpoint = open_target(resolve_paths(self._options)[0])
+        self.tokenizer = checkpoint.tokenizer()
+        self.template = checkpoint.chat_template
+        self._engine = Engine(self._options)
+        self.info = self._engine.info
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of the arithmetic: engines that share it give the same tokens."""
+        return self.info.fingerprint
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._engine.close()
+
+    def stats(self) -> EngineStats:
+        return self._engine.stats()
+
+    def generate(
+        self, prompts: str | Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[Result]:
+        """Answer a list of prompts, as many at a time as there are lanes; results come in order.
+
+        A prompt is raw text (special tokens parsed, no template), a list of token ids, or a list of messages (through the
+        chat template). A bare string is a list of one. ``sampling`` is one object for all, or one per prompt.
+        """
+        prompts = [prompts] if isinstance(prompts, str) else list(prompts)
+        if sampling is None or isinstance(sampling, SamplingParams):
+            sampling = [sampling or SamplingParams()] * len(prompts)
+        if len(sampling) != len(prompts):
+            raise InvalidRequest(f"{len(prompts)} prompts but {len(sampling)} sampling parameters", param="sampling")
+        requests = [self._request(prompt, params) for prompt, params in zip(prompts, sampling, strict=True)]
+        running = [_Running(self, request, params) for request, params in zip(requests, sampling, strict=True)]
+        return [entry.result() for entry in running]
+
+    def stream(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Iterator[Delta]:
+        """Answer one prompt piece by piece. Leaving the iteration early cancels the request."""
+        params = sampling or SamplingParams()
+        yield from _Running(self, self._request(prompt, params), params).deltas()
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt in any of its forms."""
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt)
+        items = list(prompt)
+        if items and all(isinstance(item, dict) for item in items):
+            if self.template is None:
+                raise InvalidRequest("the model has no chat template: give text or token ids", param="prompts")
+            return self.tokenizer.encode(self.template.render(items))
+        for item in items:
+            if isinstance(item, bool) or not isinstance(item, int) or not 0 <= item < self.info.vocab_size:
+                raise InvalidRequest(f"token id {item!r} is outside 0 … {self.info.vocab_size - 1}", param="prompts")
+        return items
+
+    def _request(self, prompt: Prompt, params: SamplingParams) -> Request:
+        tokens = self.encode(prompt)
+        if not 0 < len(tokens) < self.info.max_ctx:
+            raise InvalidRequest(
+                f"the prompt has {len(tokens)} tokens; a context of {self.info.max_ctx} takes 1 to {self.info.max_ctx - 1}",
+                param="prompts",
+                code="context_length_exceeded",
+            )
+        room = self.info.max_ctx - len(tokens)
+        seed = secrets.randbits(64) if params.seed is None else params.seed % SEED_MODULUS
+        eos = () if params.ignore_eos else self.info.eos_ids
+        return Request(
+            id=uuid.uuid4().hex,
+            prompt=tuple(tokens),
+            temperature=params.temperature,
+            top_p=params.top_p,
+            top_k=params.top_k,
+            min_p=params.min_p,
+            seed=seed,
+            max_tokens=min(params.max_tokens or room, room),
+            stop_ids=frozenset((*params.stop_token_ids, *eos)),
+        )
+
+
+class _Running:
+    """One request on its way: submitted on construction."""
+
+    def __init__(self, llm: LLM, request: Request, params: SamplingParams) -> None:
+        self._engine, self._request = llm._engine, request
+        self._text = TextStream(llm.tokenizer.token_bytes, skip=llm.tokenizer.special_ids, stop=params.stop)
+        self._emissions: queue.SimpleQueue[Emission] = queue.SimpleQueue()
+        self._engine.submit(request, self._emissions.put)
+
+    def deltas(self) -> Iterator[Delta]:
+        ended = False
+        counted: list[int] = []
+        try:
+            while not ended:
+                emission = self._emissions.get()
+                piece = self._text.push(emission.tokens)
+                counted += piece.tokens
+                reason: FinishReason | None = "stop" if piece.stopped else emission.finish_reason
+                if reason is None:
+                    yield Delta(piece.text, piece.tokens)
+                    continue
+                ended = emission.finish_reason is not None
+                if not ended:
+                    self._engine.cancel(self._request.id)
+                    emission = self._last_emission()
+                    ended = True
+                stats = _counted(emission.stats, len(counted))
+                yield Delta(piece.text + self._text.finish(), piece.tokens, reason, stats, emission.error)
+        finally:
+            if not ended:
+                self._engine.cancel(self._request.id)
+
+    def _last_emission(self) -> Emission:
+        while (emission := self._emissions.get()).finish_reason is None:
+            pass
+        return emission
+
+    def result(self) -> Result:
+        deltas = list(self.deltas())
+        last = deltas[-1]
+        assert last.finish_reason is not None
+        if last.stats is None:
+            raise LaneFailed(last.error or "the request ended without a reason")
+        tokens = [token for delta in deltas for token in delta.tokens]
+        return Result(
+            text="".join(delta.text for delta in deltas),
+            tokens=tokens,
+            finish_reason=last.finish_reason,
+            usage=Usage(len(self._request.prompt), len(tokens)),
+            stats=last.stats,
+            error=last.error,
+        )
+
+
+def _counted(stats: RequestStats | None, tokens: int) -> RequestStats | None:
+    """Statistics of an answer that a stop string ended after ``tokens`` tokens: what the engine made beyond is not part of
+    it, and ``1 + sum(keeps) == len(tokens)`` stays true."""
+    if stats is None or stats.completion_tokens == tokens:
+        return stats
+    keeps, left = [], tokens - 1
+    for keep in stats.keeps:
+        if left <= 0:
+            break
+        keeps.append(min(keep, left))
+        left -= keep
+    return dataclasses.replace(stats, completion_tokens=tokens, keeps=tuple(keeps), rounds=len(keeps))

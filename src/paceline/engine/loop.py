@@ -1,0 +1,150 @@
+"""The engine loop: messages in, rounds, emissions out. Runs in a thread of ``LLM`` or in the server's engine process."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from paceline.engine.plan import Round, RoundFailed, RoundResult
+from paceline.engine.runner import Runner
+from paceline.engine.scheduler import Scheduler
+from paceline.errors import InvalidRequest
+from paceline.types import Emission, EngineStats, Request
+
+log = logging.getLogger("paceline.engine")
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """End the loop."""
+
+
+Message = Submit | Cancel | Stop
+
+
+class Inbox(Protocol):
+    def get(self, timeout: float | None) -> Message | None:
+        """The next message; None after ``timeout`` seconds without one (0 polls, None waits for ever)."""
+
+
+class EngineLoop:
+    """``outbox`` gets the emissions of each turn and the counters after it; it must not block."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        scheduler: Scheduler,
+        inbox: Inbox,
+        outbox: Callable[[list[Emission], EngineStats], None],
+        *,
+        coalesce_seconds: float,
+        observe: Callable[[Round, RoundResult], None] | None = None,
+    ) -> None:
+        self.runner, self.scheduler, self.inbox, self.outbox = runner, scheduler, inbox, outbox
+        self.coalesce_seconds, self.observe = coalesce_seconds, observe
+        self._stopping = False
+
+    def run(self) -> None:
+        """Until ``Stop``; whatever has not ended then is cancelled."""
+        while not self._stopping:
+            self._turn()
+        self._send([e for request_id in self.scheduler.requests() for e in self.scheduler.cancel(request_id)])
+
+    def _turn(self) -> None:
+        emissions = self._receive()
+        if emissions:
+            self._send(emissions)
+        if self._stopping:
+            return
+        round = self.scheduler.plan()
+        if round:
+            self._send(self._execute(round))
+
+    def _send(self, emissions: list[Emission]) -> None:
+        allocator = self.runner.pool.allocator
+        self.outbox(emissions, self.scheduler.stats(allocator.free, allocator.total))
+
+    # -- messages ------------------------------------------------------------------------------------------------------
+
+    def _receive(self) -> list[Emission]:
+        """Handle what has come in. From idle, the first request opens a short window in which others may join it."""
+        if not self.scheduler.idle:
+            return self._drain(0.0)
+        emissions = self._handle(self.inbox.get(None))
+        deadline = time.monotonic() + self.coalesce_seconds
+        while not self.scheduler.idle and not self._stopping:
+            message = self.inbox.get(max(0.0, deadline - time.monotonic()))
+            if message is None:
+                break
+            emissions += self._handle(message)
+        return emissions
+
+    def _drain(self, timeout: float) -> list[Emission]:
+        emissions: list[Emission] = []
+        while (message := self.inbox.get(timeout)) is not None:
+            emissions += self._handle(message)
+        return emissions
+
+    def _handle(self, message: Message | None) -> list[Emission]:
+        match message:
+            case Submit(request):
+                try:
+                    self.scheduler.add(request)
+                except InvalidRequest as error:
+                    return [Emission(request.id, (), "error", None, error.message)]
+            case Cancel(request_id):
+                return self.scheduler.cancel(request_id)
+            case Stop():
+                self._stopping = True
+        return []
+
+    # -- rounds --------------------------------------------------------------------------------------------------------
+
+    def _execute(self, round: Round) -> list[Emission]:
+        try:
+            return self._apply(round, self.runner.run(round))
+        except RoundFailed as failure:
+            log.warning("round failed and is run again: %s", failure)
+            return self._recover(round, failure)
+
+    def _apply(self, round: Round, result: RoundResult) -> list[Emission]:
+        if self.observe is not None:
+            self.observe(round, result)
+        return self.scheduler.apply(round, result)
+
+    def _recover(self, round: Round, failure: RoundFailed) -> list[Emission]:
+        """Run an aborted round again: without drafts if drafting failed, else lane by lane, where the lane that fails
+        alone ends with an error and the others get the tokens they would have got."""
+        if failure.stage == "draft":
+            plain = replace(round, verify=tuple(replace(span, drafts=0) for span in round.verify))
+            try:
+                return self._apply(plain, self.runner.run(plain))
+            except RoundFailed as again:
+                round, failure = plain, again
+        emissions = []
+        for single in _lane_by_lane(round):
+            try:
+                emissions += self._apply(single, self.runner.run(single))
+            except RoundFailed as alone:
+                request = (single.verify or single.prefill)[0].request
+                log.error("request %s failed: %s", request.id, alone)
+                emissions += self.scheduler.fail(request.id, f"the request failed inside the engine ({alone})")
+        return emissions
+
+
+def _lane_by_lane(round: Round) -> Iterable[Round]:
+    yield from (Round((span,), ()) for span in round.verify)
+    yield from (Round((), (span,)) for span in round.prefill)

@@ -1,0 +1,148 @@
+"""An engine in a process of its own: the same dataclasses over one pipe, and each side notices the other's death.
+
+A busy Python thread beside the loop slows every small torch call, so a server must not share its process with the engine.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+
+from paceline.config import EngineOptions
+from paceline.engine.build import build
+from paceline.engine.engine import Sinks
+from paceline.engine.loop import Cancel, EngineLoop, Message, Stop, Submit
+from paceline.errors import EngineDead, PacelineError
+from paceline.types import Emission, EngineInfo, EngineStats, Request
+
+log = logging.getLogger("paceline.engine")
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    info: EngineInfo
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Loading failed: the error to raise on the other side."""
+
+    error: PacelineError
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    emissions: list[Emission]
+    stats: EngineStats
+
+
+class EngineProcess:
+    """An ``EngineHandle`` over a pipe. The constructor returns when the engine is loaded, or raises why it is not."""
+
+    def __init__(self, options: EngineOptions, *, log_level: int = logging.INFO) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_main, args=(options, theirs, log_level), name="paceline-engine", daemon=True)
+        self._process.start()
+        theirs.close()
+        self.info = self._wait_until_ready()
+        self._sinks = Sinks()
+        self._stats = EngineStats()
+        self._sending = threading.Lock()
+        self._reader = threading.Thread(target=self._read, name="paceline-engine-reader", daemon=True)
+        self._reader.start()
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    def submit(self, request: Request, sink: Callable[[Emission], None]) -> None:
+        self._sinks.add(request.id, sink)
+        self._send(Submit(request))
+
+    def cancel(self, request_id: str) -> None:
+        self._send(Cancel(request_id))
+
+    def stats(self) -> EngineStats:
+        return self._stats
+
+    def alive(self) -> bool:
+        return self._sinks.dead is None
+
+    def close(self) -> None:
+        self._send(Stop())
+        self._process.join(timeout=10)
+        if self._process.is_alive():
+            self._process.kill()
+        self._reader.join(timeout=10)
+
+    def _send(self, message: Message) -> None:
+        """A message to a dead engine is dropped: the reader tells everybody."""
+        try:
+            with self._sending:
+                self._pipe.send(message)
+        except OSError:
+            pass
+
+    def _wait_until_ready(self) -> EngineInfo:
+        try:
+            message = self._pipe.recv()
+        except EOFError:
+            self._process.join()
+            raise EngineDead(f"the engine process ended while loading, exit code {self._process.exitcode}") from None
+        if isinstance(message, Refused):
+            self._process.join()
+            raise message.error
+        assert isinstance(message, Ready)
+        return message.info
+
+    def _read(self) -> None:
+        try:
+            while True:
+                turn: Turn = self._pipe.recv()
+                self._stats = turn.stats
+                self._sinks.deliver(turn.emissions)
+        except (EOFError, OSError):
+            self._process.join()
+            self._sinks.die(f"the engine process ended, exit code {self._process.exitcode}")
+
+
+def _main(options: EngineOptions, pipe: Connection, log_level: int) -> None:
+    """The engine process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server decides when to stop, and closes the pipe
+    logging.basicConfig(level=log_level, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    try:
+        parts = build(options)
+    except PacelineError as error:
+        pipe.send(Refused(error))
+        return
+    pipe.send(Ready(parts.info))
+    loop = EngineLoop(
+        parts.runner,
+        parts.scheduler,
+        PipeInbox(pipe),
+        lambda emissions, stats: pipe.send(Turn(emissions, stats)),
+        coalesce_seconds=options.admission_coalesce_ms / 1000,
+    )
+    try:
+        loop.run()
+    except BrokenPipeError:
+        os._exit(1)  # the server is gone: nobody is left to answer
+
+
+class PipeInbox:
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe = pipe
+
+    def get(self, timeout: float | None) -> Message | None:
+        try:
+            return self._pipe.recv() if self._pipe.poll(timeout) else None
+        except (EOFError, OSError):
+            return Stop()

@@ -1,0 +1,195 @@
+"""Who runs in the next round, and what its results mean. Pure Python: no tensors, no clock of its own, no threads.
+
+First come, first served: a request waits until a lane and its pages are free, nothing overtakes it, and a lane is free
+again in the moment its request ends.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+from typing import Protocol
+
+from paceline.config import CHUNK_SIZE
+from paceline.engine.plan import PrefillSpan, Round, RoundResult, VerifySpan
+from paceline.engine.sequence import Sequence
+from paceline.errors import InvalidRequest
+from paceline.types import Emission, EngineStats, FinishReason, Request
+
+
+class Lanes(Protocol):
+    """What the scheduler needs of the state pool."""
+
+    def fits(self, tokens: int) -> bool: ...
+    def admit(self, tokens: int) -> int | None: ...
+    def release(self, lane: int) -> None: ...
+
+
+class Scheduler:
+    def __init__(
+        self, lanes: Lanes, *, max_ctx: int, block_size: int, prefill_tokens: int, clock: Callable[[], float]
+    ) -> None:
+        """``block_size`` is the drafter's (1 without one); ``prefill_tokens`` the prompt tokens per round while lanes
+        decode. An idle engine reads prompts four times as fast per round."""
+        self.lanes, self.max_ctx, self.max_drafts = lanes, max_ctx, block_size - 1
+        self.prefill_tokens, self.clock = prefill_tokens, clock
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self._finished: dict[str, int] = {}
+        self._prompt_tokens = self._generated = self._rounds = self._spans = self._emitted = 0
+        self._drafted = [0] * self.max_drafts
+        self._accepted = [0] * self.max_drafts
+
+    # -- requests ------------------------------------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        """Queue a request, or raise ``InvalidRequest`` when it can never run."""
+        prompt = len(request.prompt)
+        if prompt == 0:
+            raise InvalidRequest("the prompt is empty", param="prompt")
+        if prompt >= self.max_ctx:
+            raise InvalidRequest(
+                f"the prompt has {prompt} tokens, the context holds {self.max_ctx} with at least one for the answer",
+                param="prompt",
+                code="context_length_exceeded",
+            )
+        total = prompt + request.max_tokens
+        if total > self.max_ctx or request.max_tokens < 1:
+            raise InvalidRequest(
+                f"{prompt} prompt tokens and {request.max_tokens} to generate do not fit a context of {self.max_ctx}",
+                param="max_tokens",
+                code="context_length_exceeded",
+            )
+        if not self.lanes.fits(total):
+            raise InvalidRequest(
+                f"{total} tokens (prompt and max_tokens) exceed the K/V pool; lower max_tokens or raise kv_pool_tokens",
+                param="max_tokens",
+                code="context_length_exceeded",
+            )
+        self.waiting.append(Sequence(request, self.clock()))
+
+    def cancel(self, request_id: str) -> list[Emission]:
+        """End a request wherever it is; unknown ids are ignored."""
+        return self.end(request_id, "cancelled")
+
+    def fail(self, request_id: str, error: str) -> list[Emission]:
+        """End a request because of a fault of its own."""
+        return self.end(request_id, "error", error)
+
+    def end(self, request_id: str, reason: FinishReason, error: str | None = None) -> list[Emission]:
+        for sequence in (*self.waiting, *self.running):
+            if sequence.request.id == request_id:
+                return [self._finish(sequence, (), reason, error)]
+        return []
+
+    @property
+    def idle(self) -> bool:
+        return not self.waiting and not self.running
+
+    # -- rounds --------------------------------------------------------------------------------------------------------
+
+    def plan(self) -> Round:
+        """The next round: admit who can be, verify every decoding lane, read prompts within the budget, oldest first."""
+        self._admit()
+        verify = tuple(self._verify_span(sequence) for sequence in self.running if sequence.decoding)
+        budget = self.prefill_tokens if verify else 4 * self.prefill_tokens
+        return Round(verify, self._prefill_spans(budget))
+
+    def _admit(self) -> None:
+        while self.waiting:
+            sequence = self.waiting[0]
+            lane = self.lanes.admit(len(sequence.request.prompt) + sequence.request.max_tokens)
+            if lane is None:
+                return
+            self.waiting.popleft()
+            sequence.lane, sequence.admitted = lane, self.clock()
+            self.running.append(sequence)
+
+    def _verify_span(self, sequence: Sequence) -> VerifySpan:
+        drafts = min(self.max_drafts, sequence.room - 1) if sequence.request.speculate else 0
+        return VerifySpan(sequence.request, sequence.lane, sequence.position, sequence.tokens[-1], drafts)
+
+    def _prefill_spans(self, budget: int) -> tuple[PrefillSpan, ...]:
+        spans = []
+        for sequence in self.running:
+            if sequence.decoding or budget <= 0:
+                continue
+            prompt, start = sequence.request.prompt, sequence.prefilled
+            length = len(prompt) - start
+            if length > budget:
+                # a prompt is cut only on the grid of the chunked scan, so that the cut cannot be seen in the result
+                length = max(CHUNK_SIZE, budget // CHUNK_SIZE * CHUNK_SIZE)
+                length = min(length, len(prompt) - start)
+            tokens = prompt[start : start + length]
+            spans.append(PrefillSpan(sequence.request, sequence.lane, start, tokens, start + length == len(prompt)))
+            budget -= length
+        return tuple(spans)
+
+    def apply(self, round: Round, result: RoundResult) -> list[Emission]:
+        """Book the results of a round: tokens, stops, caps; freed lanes. Returns what the clients are to see."""
+        self._rounds += 1
+        by_id = {sequence.request.id: sequence for sequence in self.running}
+        emissions = []
+        for span, tokens in zip(round.verify, result.verify, strict=True):
+            emissions.append(self._apply_verify(by_id[span.request.id], span, tokens))
+        for prompt_span, token in zip(round.prefill, result.prefill, strict=True):
+            sequence = by_id[prompt_span.request.id]
+            sequence.prefilled += prompt_span.length
+            self._prompt_tokens += prompt_span.length
+            if token is not None:
+                sequence.first_token = self.clock()
+                emissions.append(self._emit(sequence, *sequence.extend((token,))))
+        return emissions
+
+    def _apply_verify(self, sequence: Sequence, span: VerifySpan, tokens: tuple[int, ...]) -> Emission:
+        accepted = len(tokens) - 1
+        for position in range(span.drafts):
+            self._drafted[position] += 1
+            self._accepted[position] += position < accepted
+        sequence.drafted += span.drafts
+        sequence.accepted += accepted
+        emitted, reason = sequence.extend(tokens)
+        sequence.keeps.append(len(emitted))
+        self._spans += 1
+        self._emitted += len(emitted)
+        return self._emit(sequence, emitted, reason)
+
+    def _emit(self, sequence: Sequence, tokens: tuple[int, ...], reason: FinishReason | None) -> Emission:
+        self._generated += len(tokens)
+        if reason is not None:
+            return self._finish(sequence, tokens, reason)
+        return Emission(sequence.request.id, tokens)
+
+    def _finish(
+        self, sequence: Sequence, tokens: tuple[int, ...], reason: FinishReason, error: str | None = None
+    ) -> Emission:
+        if sequence.lane >= 0:
+            self.running.remove(sequence)
+            self.lanes.release(sequence.lane)
+        else:
+            self.waiting.remove(sequence)
+        self._finished[reason] = self._finished.get(reason, 0) + 1
+        return Emission(sequence.request.id, tokens, reason, sequence.stats(self.clock()), error)
+
+    # -- counters ------------------------------------------------------------------------------------------------------
+
+    def stats(self, pages_free: int, pages_total: int) -> EngineStats:
+        return EngineStats(
+            queued=len(self.waiting),
+            lanes=len(self.running),
+            requests_finished=dict(self._finished),
+            prompt_tokens=self._prompt_tokens,
+            generated_tokens=self._generated,
+            rounds=self._rounds,
+            verify_spans=self._spans,
+            emitted_in_verify=self._emitted,
+            drafted=tuple(self._drafted),
+            accepted=tuple(self._accepted),
+            pages_free=pages_free,
+            pages_total=pages_total,
+        )
+
+    def requests(self) -> SequenceOf[str]:
+        """Ids of everything that has not ended."""
+        return [sequence.request.id for sequence in (*self.waiting, *self.running)]
