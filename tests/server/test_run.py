@@ -14,6 +14,8 @@ import httpx
 import pytest
 from scripted import eventually
 
+from paceline.server.run import serve
+
 HERE = Path(__file__).parent
 
 PROGRAM = """
@@ -121,3 +123,9 @@ def test_a_dead_engine_ends_the_process_with_1() -> None:
         out, err = process.communicate(timeout=20)
     assert (process.returncode, err) == (1, "paceline: the engine has stopped\n")
     assert "closed True" in out
+
+
+@pytest.mark.parametrize(("host", "port"), [("127.0.0.1", 70_000), ("256.0.0.1", 8000)])
+def test_an_address_that_cannot_be_is_one_line(host: str, port: int, capsys: pytest.CaptureFixture[str]) -> None:
+    assert serve(lambda: pytest.fail("nothing may be loaded"), host=host, port=port) == 1
+    assert capsys.readouterr().err.startswith(f"paceline: cannot listen on {host}:{port}: ")

@@ -39,8 +39,8 @@ def serve(
     """
     try:
         listener = _listen(host, port)
-    except OSError as error:
-        return _fail(f"cannot listen on {host}:{port}: {error.strerror or error}")
+    except (OSError, OverflowError) as error:  # the latter for a port that is no port
+        return _fail(f"cannot listen on {host}:{port}: {getattr(error, 'strerror', None) or error}")
     service = Service()
     server = _Server(service, api_key)
     address = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"

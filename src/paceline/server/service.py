@@ -243,7 +243,7 @@ class Service:
                 skip = request.stop_ids | frozenset(backend.tokenizer.special_ids)
                 stream = TextStream(backend.tokenizer.token_bytes, skip=skip, stop=sampling.stop)
                 generation.submit(request, stream)
-        except PacelineError:
+        except BaseException:
             generation.close()
             raise
         self._generations.add(generation)
