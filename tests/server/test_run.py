@@ -14,7 +14,9 @@ import httpx
 import pytest
 from scripted import eventually
 
+from paceline.errors import LoadError
 from paceline.server.run import serve
+from paceline.server.service import Backend
 
 HERE = Path(__file__).parent
 
@@ -127,5 +129,8 @@ def test_a_dead_engine_ends_the_process_with_1() -> None:
 
 @pytest.mark.parametrize(("host", "port"), [("127.0.0.1", 70_000), ("256.0.0.1", 8000)])
 def test_an_address_that_cannot_be_is_one_line(host: str, port: int, capsys: pytest.CaptureFixture[str]) -> None:
-    assert serve(lambda: pytest.fail("nothing may be loaded"), host=host, port=port) == 1
+    def load() -> Backend:
+        raise LoadError("nothing may be loaded")
+
+    assert serve(load, host=host, port=port) == 1
     assert capsys.readouterr().err.startswith(f"paceline: cannot listen on {host}:{port}: ")

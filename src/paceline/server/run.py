@@ -105,11 +105,12 @@ def _load(load: Callable[[], Backend], server: _Server) -> Backend | None:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    family, kind, protocol, _, address = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0]
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
+        # Not through getaddrinfo, which takes a port modulo 65536.
+        listener.bind((address[0], port, *address[2:]))
         listener.listen(2048)
     except OSError:
         listener.close()
