@@ -68,7 +68,7 @@ class LLM:
         self._options = EngineOptions(target=str(target), drafter=None if drafter is None else str(drafter), **options)
         checkpoint = open_target(resolve_paths(self._options)[0])
         self.tokenizer = checkpoint.tokenizer()
-        self.template = checkpoint.chat_template
+        self.template = checkpoint.chat_template()
         self._engine = Engine(self._options)
         self.info = self._engine.info
 
@@ -115,15 +115,17 @@ class LLM:
         """Token ids of a prompt in any of its forms."""
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
-        items = list(prompt)
-        if items and all(isinstance(item, dict) for item in items):
+        messages = [item for item in prompt if isinstance(item, dict)]
+        if messages and len(messages) == len(prompt):
             if self.template is None:
                 raise InvalidRequest("the model has no chat template: give text or token ids", param="prompts")
-            return self.tokenizer.encode(self.template.render(items))
-        for item in items:
-            if isinstance(item, bool) or not isinstance(item, int) or not 0 <= item < self.info.vocab_size:
-                raise InvalidRequest(f"token id {item!r} is outside 0 … {self.info.vocab_size - 1}", param="prompts")
-        return items
+            return self.tokenizer.encode(self.template.render(messages))
+        return [self._token_id(item) for item in prompt]
+
+    def _token_id(self, item: object) -> int:
+        if isinstance(item, bool) or not isinstance(item, int) or not 0 <= item < self.info.vocab_size:
+            raise InvalidRequest(f"token id {item!r} is outside 0 … {self.info.vocab_size - 1}", param="prompts")
+        return item
 
     def _request(self, prompt: Prompt, params: SamplingParams) -> Request:
         tokens = self.encode(prompt)

@@ -58,6 +58,7 @@ class DFlash(nn.Module):
         angles = self.rope.at(batch.positions)
         context = self.hidden_norm(self.fc(features, batch.kind))
         for layer, view in zip(self.layers, views, strict=True):
+            assert isinstance(layer, Layer)
             view.stage(*layer.self_attn.keys_values(context, angles, batch.kind))
 
     def hidden(self, anchors: Tensor, embed: Embedding, batch: PackedBatch, views: list[AttentionView]) -> Tensor:

@@ -15,12 +15,14 @@ def causal_conv(x: Tensor, history: Tensor, weight: Tensor, batch: PackedBatch) 
     x [N, C] raw inputs; history [S, w-1, C] the last raw inputs before each span, oldest first; weight [C, w], whose last
     tap belongs to the current token. Returns [N, C].
     """
-    taps = weight.shape[1]
     extended, first = _extended(x, history, batch)
-    total = extended[first] * weight[:, 0]
-    for tap in range(1, taps):
-        total = total + extended[first + tap] * weight[:, tap]
-    return silu(total)
+    taps = weight.t().contiguous()
+    outputs = extended.shape[0] - taps.shape[0] + 1
+    # one pass over the packed runs; what straddles two spans is computed too and dropped by the gather
+    total = extended[:outputs] * taps[0]
+    for tap in range(1, taps.shape[0]):
+        total += extended[tap : outputs + tap] * taps[tap]
+    return silu(total[first])
 
 
 def conv_history(x: Tensor, history: Tensor, keep: Tensor, batch: PackedBatch) -> Tensor:

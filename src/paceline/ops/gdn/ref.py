@@ -69,17 +69,19 @@ def gdn_prefill(
 ) -> tuple[Tensor, Tensor]:
     """Shapes as in ``gdn_verify``; every span starts at a multiple of 64 of its sequence. Returns (o [N, Hv, Dv], the new
     states [S, Hv, Dk, Dv]). A partial last chunk is padded with rows of zeros, which are exact no-ops."""
-    chunks = _Chunks(batch, q.device)
-    q, k, v, beta, g = (chunks.gather(t) for t in (q[:, head_map], k[:, head_map], v, beta, g))
+    chunks = _plan(batch, q.device)
+    q, k, v, beta, g = (chunks.gather(t) for t in (q, k, v, beta, g))
+    overlap_qk, overlap_kk = _mm(q, k.transpose(-1, -2))[:, head_map], _mm(k, k.transpose(-1, -2))[:, head_map]
+    q, k = q[:, head_map], k[:, head_map]
     total = _prefix_sum(g)
     lower = torch.ones(CHUNK_SIZE, CHUNK_SIZE, dtype=torch.bool, device=q.device).tril()
     ratio = torch.exp((total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill(~lower, float("-inf")))
-    mixing = beta.unsqueeze(-1) * _mm(k, k.transpose(-1, -2)) * ratio
-    rhs = torch.cat((v, torch.exp(total).unsqueeze(-1) * k), dim=-1) * beta.unsqueeze(-1)
-    solved = torch.linalg.solve_triangular(mixing.tril(-1), rhs, upper=False, unitriangular=True)
-    u, y = solved[..., : v.shape[-1]].contiguous(), solved[..., v.shape[-1] :].contiguous()
-    scores = _mm(q, k.transpose(-1, -2)) * ratio
-    q_decayed = torch.exp(total).unsqueeze(-1) * q
+    growth = torch.exp(total).unsqueeze(-1)
+    inverse = _unit_lower_inverse((beta.unsqueeze(-1) * overlap_kk * ratio).tril(-1).flatten(0, 1)).unflatten(
+        0, beta.shape[:2]
+    )
+    u, y = _mm(inverse, beta.unsqueeze(-1) * v), _mm(inverse, beta.unsqueeze(-1) * growth * k)
+    scores, q_decayed = overlap_qk * ratio, growth * q
     last = total[..., -1:]
     k_decayed = (torch.exp(last - total).unsqueeze(-1) * k).transpose(-1, -2)
     state, out = state.clone(), torch.empty_like(v)
@@ -96,6 +98,29 @@ def _mm(a: Tensor, b: Tensor) -> Tensor:
     return torch.bmm(a.flatten(0, 1), b.flatten(0, 1)).unflatten(0, a.shape[:2])
 
 
+_LEAF = 16
+
+
+def _unit_lower_inverse(a: Tensor) -> Tensor:
+    """(I + a)⁻¹ of strictly lower triangular a [n, 64, 64]: forward substitution in diagonal blocks of 16, which are then
+    merged in pairs, inv([[A, 0], [C, B]]) = [[A⁻¹, 0], [-B⁻¹ C A⁻¹, B⁻¹]]."""
+    size = a.shape[-1]
+    leaves = a.unflatten(1, (-1, _LEAF)).unflatten(3, (-1, _LEAF)).diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2)
+    inverse = torch.eye(_LEAF, device=a.device).expand(leaves.shape).contiguous()
+    for row in range(1, _LEAF):
+        inverse[:, :, row, :row] = -(leaves[:, :, row, :row, None] * inverse[:, :, :row, :row]).sum(-2)
+    width = _LEAF
+    while width < size:
+        below = a.unflatten(1, (-1, 2, width)).unflatten(4, (-1, 2, width))[:, :, 1, :, :, 0]
+        below = below.diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2).contiguous()
+        first, second = inverse[:, 0::2], inverse[:, 1::2]
+        corner = -_mm(second, _mm(below, first))
+        top = torch.cat((first, torch.zeros_like(first)), dim=-1)
+        inverse = torch.cat((top, torch.cat((corner, second), dim=-1)), dim=-2)
+        width *= 2
+    return inverse.squeeze(1)
+
+
 def _prefix_sum(x: Tensor) -> Tensor:
     """Inclusive sums over the last dimension in log2 steps: the order of additions is fixed by the position alone."""
     step = 1
@@ -105,8 +130,14 @@ def _prefix_sum(x: Tensor) -> Tensor:
     return x
 
 
+def _plan(batch: PackedBatch, device: torch.device) -> _Chunks:
+    if "gdn" not in batch.plans:
+        batch.plans["gdn"] = _Chunks(batch, device)
+    return batch.plans["gdn"]
+
+
 class _Chunks:
-    """Rows of a packed batch arranged as [chunks, Hv, 64, ...], and the chunks grouped by their ordinal in their span."""
+    """Rows of a packed batch arranged as [chunks, heads, 64, ...], and the chunks grouped by their ordinal in their span."""
 
     def __init__(self, batch: PackedBatch, device: torch.device) -> None:
         self.rows = batch.num_rows
@@ -127,7 +158,7 @@ class _Chunks:
         ]
 
     def gather(self, x: Tensor) -> Tensor:
-        """[N, Hv, ...] -> [chunks, Hv, 64, ...], zeros in the padding."""
+        """[N, heads, ...] -> [chunks, heads, 64, ...], zeros in the padding."""
         padded = torch.cat((x, x.new_zeros(1, *x.shape[1:])))
         return padded[self.index].transpose(1, 2).contiguous()
 

@@ -56,10 +56,8 @@ def linear(x: Tensor, weight: PackedWeight | QuantTensor, kind: RowKind) -> Tens
     if isinstance(weight, QuantTensor):
         weight = pack(dequantize(weight, x.dtype))
     rows, tile = x.shape[0], TILE_ROWS[kind]
-    padded = -(-rows // tile) * tile
-    source = torch.zeros(padded, weight.shape[1], dtype=weight.dtype, device=x.device)
-    source[:rows] = x
-    tiles = [_product(source[start : start + tile], weight) for start in range(0, padded, tile)]
+    source = F.pad(x.to(weight.dtype), (0, 0, 0, -rows % tile)).contiguous()
+    tiles = [_product(part, weight) for part in source.split(tile)]
     return (tiles[0] if len(tiles) == 1 else torch.cat(tiles))[:rows].float()
 
 
