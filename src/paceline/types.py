@@ -3,7 +3,6 @@ same objects travel inside a process and over a pipe."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
@@ -56,11 +55,12 @@ class SamplingParams:
 
 
 def _number(name: str, value: object, low: float, high: float, *, low_open: bool = False) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise InvalidRequest(f"{name} must be a finite number, got {value!r}", param=name)
-    if value > high or value < low or (low_open and value == low):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value:
+        raise InvalidRequest(f"{name} must be a number, got {value!r}", param=name)
+    if not low <= value <= high or (low_open and value == low):
         bracket = "(" if low_open else "["
-        raise InvalidRequest(f"{name} must lie in {bracket}{low:g}, {high:g}], got {value:g}", param=name)
+        shown = f"{value:g}" if abs(value) < 1e300 else "a number beyond them"
+        raise InvalidRequest(f"{name} must lie in {bracket}{low:g}, {high:g}], got {shown}", param=name)
 
 
 def _integer(name: str, value: object, low: int | None, high: int | None) -> None:

@@ -156,7 +156,8 @@ class _Running:
 
     def __init__(self, llm: LLM, request: Request, params: SamplingParams) -> None:
         self._engine, self._request = llm._engine, request
-        self._text = TextStream(llm.tokenizer.token_bytes, skip=llm.tokenizer.special_ids, stop=params.stop)
+        skip = llm.tokenizer.special_ids | request.stop_ids
+        self._text = TextStream(llm.tokenizer.token_bytes, skip=skip, stop=params.stop)
         self._emissions: queue.SimpleQueue[Emission] = queue.SimpleQueue()
         self._engine.submit(request, self._emissions.put)
 

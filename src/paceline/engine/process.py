@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
+import queue
 import signal
 import threading
 from collections.abc import Callable
@@ -54,7 +55,8 @@ class EngineProcess:
         self.info = self._wait_until_ready()
         self._sinks = Sinks()
         self._stats = EngineStats()
-        self._sending = threading.Lock()
+        self._outgoing: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        threading.Thread(target=self._write, name="paceline-engine-writer", daemon=True).start()
         self._reader = threading.Thread(target=self._read, name="paceline-engine-reader", daemon=True)
         self._reader.start()
 
@@ -65,10 +67,10 @@ class EngineProcess:
 
     def submit(self, request: Request, sink: Callable[[Emission], None]) -> None:
         self._sinks.add(request.id, sink)
-        self._send(Submit(request))
+        self._outgoing.put(Submit(request))
 
     def cancel(self, request_id: str) -> None:
-        self._send(Cancel(request_id))
+        self._outgoing.put(Cancel(request_id))
 
     def stats(self) -> EngineStats:
         return self._stats
@@ -77,19 +79,22 @@ class EngineProcess:
         return self._sinks.dead is None
 
     def close(self) -> None:
-        self._send(Stop())
+        self._outgoing.put(Stop())
         self._process.join(timeout=10)
         if self._process.is_alive():
             self._process.kill()
         self._reader.join(timeout=10)
 
-    def _send(self, message: Message) -> None:
-        """A message to a dead engine is dropped: the reader tells everybody."""
-        try:
-            with self._sending:
+    def _write(self) -> None:
+        """Callers must not block, and a prompt may be larger than the pipe's buffer. A message to a dead engine is
+        dropped: the reader tells everybody."""
+        message: Message | None = None
+        while not isinstance(message, Stop):
+            message = self._outgoing.get()
+            try:
                 self._pipe.send(message)
-        except OSError:
-            pass
+            except OSError:
+                return
 
     def _wait_until_ready(self) -> EngineInfo:
         try:

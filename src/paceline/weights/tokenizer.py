@@ -43,6 +43,10 @@ _END_TEXTS = (
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 
+_LONG_TEXT = 4096
+"""Characters from which encoding takes long enough to matter to other threads."""
+
+
 class Tokenizer:
     """Byte-level BPE with added tokens. Thread safe: nothing changes after construction.
 
@@ -78,9 +82,17 @@ class Tokenizer:
         """Token ids of ``text``, with the special tokens in it parsed. ``add_special`` puts the file's BOS token in front
         where its metadata asks for one (a chat template writes its own)."""
         try:
-            ids = self._backend.encode(text, add_special_tokens=False).ids
+            if len(text) < _LONG_TEXT:
+                ids = self._backend.encode(text, add_special_tokens=False).ids
+            else:  # releases the interpreter lock, so that a server's other streams go on
+                ids = self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
         except TypeError:
             raise InvalidRequest(f"the text is not valid Unicode: {_unicode_fault(text)}") from None
+        except BaseException as error:
+            # A panic inside the bindings is no Exception. The regular expression gives up on millions of spaces in a row.
+            if type(error).__name__ != "PanicException":
+                raise
+            raise InvalidRequest(f"the text of {len(text):,} characters cannot be tokenised: {error}") from None
         return [self._bos_id, *ids] if add_special and self._add_bos and self._bos_id is not None else ids
 
     def decode(self, ids: Iterable[int]) -> bytes:
