@@ -85,6 +85,11 @@ def test_a_lone_surrogate_is_an_invalid_request() -> None:
         TOKENIZER.encode("ab\ud800")
 
 
+def test_text_that_the_bindings_panic_on_is_an_invalid_request() -> None:
+    with pytest.raises(InvalidRequest, match="10,000,000 characters cannot be tokenised"):
+        TOKENIZER.encode(" " * 10_000_000)
+
+
 def test_threads_agree() -> None:
     texts = [golden["messages"][-1]["content"] for golden in GOLDENS]
     with ThreadPoolExecutor(4) as pool:

@@ -1,0 +1,1 @@
+"""Model files: GGUF and Hugging Face checkpoints, their tokenizers and chat templates."""

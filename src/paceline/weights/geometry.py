@@ -66,8 +66,10 @@ class Keys:
         return tuple(values)
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A finite positive number."""
+        """A finite positive number, or the default."""
         value = self.require(key) if default is None else self.get(key, default)
+        if value == default:
+            return float(value)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
             raise LoadError(f"{self.path}: {self.prefix}{key} must be a positive number, found {value!r}")
         return float(value)

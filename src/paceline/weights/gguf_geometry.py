@@ -117,7 +117,7 @@ def drafter_config(file: GgufFile, tensors: Mapping[str, QuantTensor]) -> Drafte
         selector_top_k=keys.integer("selector_top_k", 0),
         selector_vocab=rows_or_zero(tensors, "candidate_selector.predecessor_codebook"),
         output_multiplier=keys.number("logit_scale", 1.0),
-        logit_softcap=float(keys.get("final_logit_softcapping", 0.0)),
+        logit_softcap=keys.number("final_logit_softcapping", 0.0),
         embedding_scale=keys.number("embedding_scale", 1.0),
         own_embedding_rows=own_embedding,
         own_head_rows=own_head,

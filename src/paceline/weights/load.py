@@ -70,6 +70,13 @@ class Checkpoint(Generic[Config]):
 def open_file(path: str | Path) -> ModelFile:
     """Open whatever ``path`` holds: a GGUF file, a Hugging Face directory, or a directory with one GGUF model in it."""
     path = Path(path)
+    try:
+        return _open(path)
+    except OSError as error:
+        raise LoadError(f"{path}: cannot be read: {error}") from error
+
+
+def _open(path: Path) -> ModelFile:
     if not path.is_dir():
         return GgufFile(path)
     if (path / "config.json").is_file():
