@@ -6,12 +6,12 @@ from dataclasses import replace
 
 from paceline.config import DrafterConfig
 from paceline.errors import ConfigError
+from paceline.weights.geometry import infer_sliding
 
 
 def effective_drafter(config: DrafterConfig, draft_swa: int | None, draft_block_size: int | None) -> DrafterConfig:
-    """``draft_swa`` replaces the window and keeps the per-layer pattern; ``draft_block_size`` shortens the block.
-
-    A drafter whose layers are all full keeps them full. Applying it twice equals once.
+    """``draft_swa`` replaces the window and keeps the per-layer pattern of the file, be it mixed or all full; a pattern is
+    inferred only where the file has none. ``draft_block_size`` shortens the block. Applying it twice equals once.
     """
     if draft_block_size is not None:
         if draft_block_size > config.block_size:
@@ -20,8 +20,9 @@ def effective_drafter(config: DrafterConfig, draft_swa: int | None, draft_block_
                 param="draft_block_size",
             )
         config = replace(config, block_size=draft_block_size)
-    if draft_swa is not None and any(config.sliding):
-        config = replace(config, sliding_window=draft_swa)
+    if draft_swa is not None:
+        sliding = config.sliding if config.pattern_source == "metadata" else infer_sliding(config.num_layers)
+        config = replace(config, sliding=sliding, sliding_window=draft_swa if any(sliding) else None)
     return config
 
 
