@@ -1,0 +1,143 @@
+"""The cases of the law's table: which engine runs, and which case it must agree with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+
+from paceline.config import CACHE_TYPES, CacheType, EngineOptions
+from paceline.engine.arithmetic import describe, fingerprint, resolve_dtype
+
+MAX_CTX = 2048
+BLOCK_SIZE = 8
+"""The demo drafter's: 7 drafts and the anchor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One engine and what it is asked.
+
+    ``tokens_of`` names the case whose tokens these must equal, ``keeps_of`` the one whose acceptances they must equal.
+    A case that is compared with nothing is a reference. ``whole`` asks the whole workload, else two fifths of it.
+    ``drafter``: the one in the file, the same with random weights, or a script that has as many drafts right as its turn
+    says. ``neighbours`` lets the requests arrive at random among others that are cancelled; ``mixed`` has every other
+    request go without speculation; ``vary`` draws the number of drafts anew before each round.
+    """
+
+    name: str
+    tokens_of: str | None = None
+    keeps_of: str | None = None
+    whole: bool = False
+    max_tokens: int = 32
+    lanes: int = 6
+    speculation: bool = True
+    drafter: Literal["file", "random", "scripted"] = "file"
+    dtype: str = "auto"
+    cache_type_k: CacheType = "q8_0"
+    cache_type_v: CacheType = "q8_0"
+    prefill_tokens: int = 512
+    threads: int = 2
+    draft_swa: int | None = None
+    draft_block_size: int | None = None
+    neighbours: bool = False
+    mixed: bool = False
+    vary: bool = False
+
+    def options(self) -> EngineOptions:
+        return EngineOptions(
+            dtype=self.dtype,
+            max_concurrency=self.lanes,
+            max_ctx=MAX_CTX,
+            cache_type_k=self.cache_type_k,
+            cache_type_v=self.cache_type_v,
+            speculation=self.speculation,
+            draft_swa=self.draft_swa,
+            draft_block_size=self.draft_block_size,
+            prefill_tokens=self.prefill_tokens,
+            threads=self.threads,
+        )
+
+    def fingerprint(self) -> str:
+        return fingerprint(describe(self.options(), resolve_dtype(self.dtype)))
+
+
+def table() -> list[Case]:
+    """All cases, each behind those it is compared with."""
+    base = "off, 1 lane"
+    whole = Case("on, 6 lanes", base, "on, 1 lane", whole=True, max_tokens=64)
+    part = Case("on, 6 lanes, part", base)
+    return [
+        replace(whole, name=base, tokens_of=None, keeps_of=None, lanes=1, speculation=False),
+        replace(whole, name="on, 1 lane", keeps_of=None, lanes=1),
+        replace(whole, name="off, 6 lanes", keeps_of=None, speculation=False),
+        whole,
+        part,
+        *_schedules(replace(part, keeps_of=part.name)),
+        *_drafting(part),
+        *_arithmetics(part),
+    ]
+
+
+def _on_and_off(case: Case, suffix: str, lanes: tuple[int, ...]) -> list[Case]:
+    """The case with and without speculation at several lane counts."""
+    cases = []
+    for count in lanes:
+        name = f"{count} lane{'s' * (count > 1)}{suffix}"
+        cases.append(replace(case, name=f"off, {name}", keeps_of=None, lanes=count, speculation=False))
+        cases.append(replace(case, name=f"on, {name}", lanes=count))
+    return cases
+
+
+def _schedules(part: Case) -> list[Case]:
+    """Lanes, prompt budgets, neighbours, threads."""
+    cases = _on_and_off(part, "", (2, 3, 5, 8))
+    for budget in (64, 128, 4096):
+        suffix = f", {budget} prompt tokens a round"
+        cases += _on_and_off(replace(part, prefill_tokens=budget), suffix, (6,))
+    cases += _on_and_off(replace(part, neighbours=True), ", neighbours", (3, 6))
+    cases += _on_and_off(replace(part, threads=1), ", 1 thread", (1, 6))
+    return cases
+
+
+def _drafting(part: Case) -> list[Case]:
+    """Numbers of drafts, drafters, windows."""
+    cases = [
+        replace(part, name=f"on, 6 lanes, {drafts} of 7 drafts", draft_block_size=drafts + 1)
+        for drafts in range(1, BLOCK_SIZE - 1)
+    ]
+    cases += [
+        replace(part, name="on, 6 lanes, drafts vary by round", vary=True),
+        replace(part, name="on, 6 lanes, every other request plain", mixed=True),
+        replace(part, name="on, 6 lanes, drafts vary, neighbours", vary=True, mixed=True, neighbours=True),
+        replace(part, name="on, 6 lanes, scripted, neighbours", drafter="scripted", neighbours=True),
+    ]
+    for name, drafting in (
+        ("random drafter", replace(part, drafter="random")),
+        ("scripted drafter", replace(part, drafter="scripted")),
+        ("window 64", replace(part, draft_swa=64)),
+    ):
+        single = f"on, 1 lane, {name}"
+        cases.append(replace(drafting, name=single, lanes=1))
+        cases.append(replace(drafting, name=f"on, 6 lanes, {name}", keeps_of=single))
+    return cases
+
+
+def _arithmetics(part: Case) -> list[Case]:
+    """Other types of K/V and of products, each compared with itself."""
+    pairs: list[tuple[CacheType, CacheType]] = [(kind, kind) for kind in CACHE_TYPES if kind != "q8_0"]
+    cases = []
+    for k, v in (*pairs, ("f16", "q8_0")):
+        cases += against_itself(replace(part, cache_type_k=k, cache_type_v=v), f"K {k} V {v}")
+    other = "float32" if resolve_dtype("auto") == torch.bfloat16 else "bfloat16"
+    return cases + against_itself(replace(part, dtype=other), other)
+
+
+def against_itself(case: Case, label: str, lanes: int = 1) -> list[Case]:
+    """A case of another arithmetic, and before it the plain one of the same arithmetic that it is compared with."""
+    base = f"off, {lanes} lane{'s' * (lanes > 1)}, {label}"
+    return [
+        replace(case, name=base, tokens_of=None, keeps_of=None, lanes=lanes, speculation=False),
+        replace(case, name=f"on, {case.lanes} lanes, {label}", tokens_of=base, keeps_of=None),
+    ]
