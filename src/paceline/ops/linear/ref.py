@@ -57,8 +57,10 @@ def linear(x: Tensor, weight: PackedWeight | QuantTensor, kind: RowKind) -> Tens
         weight = pack(dequantize(weight, x.dtype))
     rows, tile = x.shape[0], TILE_ROWS[kind]
     source = F.pad(x.to(weight.dtype), (0, 0, 0, -rows % tile)).contiguous()
-    tiles = [_product(part, weight) for part in source.split(tile)]
-    return (tiles[0] if len(tiles) == 1 else torch.cat(tiles))[:rows].float()
+    out = torch.empty(source.shape[0], weight.shape[0], device=x.device)
+    for target, part in zip(out.split(tile), source.split(tile), strict=True):
+        target.copy_(_product(part, weight))
+    return out[:rows]
 
 
 def _product(tile: Tensor, weight: PackedWeight) -> Tensor:
