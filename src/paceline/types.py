@@ -3,7 +3,9 @@ same objects travel inside a process and over a pipe."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import secrets
+import uuid
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -86,6 +88,24 @@ class Request:
     max_tokens: int
     stop_ids: frozenset[int] = frozenset()
     speculate: bool = True
+
+    @classmethod
+    def create(cls, prompt: Sequence[int], sampling: SamplingParams, info: EngineInfo) -> Request:
+        """A request with an id of its own, a seed drawn where none is given, and ``max_tokens`` cut to the room that the
+        context leaves behind ``prompt`` (which must be shorter than the context)."""
+        room = info.max_ctx - len(prompt)
+        ends = () if sampling.ignore_eos else info.eos_ids
+        return cls(
+            id=uuid.uuid4().hex,
+            prompt=tuple(prompt),
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            seed=secrets.randbits(64) if sampling.seed is None else sampling.seed % SEED_MODULUS,
+            max_tokens=room if sampling.max_tokens is None else min(sampling.max_tokens, room),
+            stop_ids=frozenset((*ends, *sampling.stop_token_ids)),
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import queue
-import secrets
-import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -16,7 +14,7 @@ from paceline.engine.build import resolve_paths
 from paceline.engine.engine import Engine
 from paceline.errors import InvalidRequest, LaneFailed
 from paceline.text import TextStream
-from paceline.types import SEED_MODULUS, Emission, EngineStats, FinishReason, Request, RequestStats, SamplingParams
+from paceline.types import Emission, EngineStats, FinishReason, Request, RequestStats, SamplingParams
 from paceline.weights.load import open_target
 
 Message = dict[str, Any]
@@ -135,20 +133,7 @@ class LLM:
                 param="prompts",
                 code="context_length_exceeded",
             )
-        room = self.info.max_ctx - len(tokens)
-        seed = secrets.randbits(64) if params.seed is None else params.seed % SEED_MODULUS
-        eos = () if params.ignore_eos else self.info.eos_ids
-        return Request(
-            id=uuid.uuid4().hex,
-            prompt=tuple(tokens),
-            temperature=params.temperature,
-            top_p=params.top_p,
-            top_k=params.top_k,
-            min_p=params.min_p,
-            seed=seed,
-            max_tokens=min(params.max_tokens or room, room),
-            stop_ids=frozenset((*params.stop_token_ids, *eos)),
-        )
+        return Request.create(tokens, params, self.info)
 
 
 class _Running:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import secrets
 import sys
 import threading
 import time
 import unicodedata
-import uuid
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -20,7 +18,7 @@ from paceline.errors import EngineDead, InvalidRequest, LaneFailed, PacelineErro
 from paceline.server.metrics import Metrics
 from paceline.server.protocol import ChatRequest, CompletionRequest, NotReady
 from paceline.text import TextStream
-from paceline.types import SEED_MODULUS, Emission, EngineHandle, EngineInfo, FinishReason, Request, SamplingParams
+from paceline.types import Emission, EngineHandle, EngineInfo, FinishReason, Request, SamplingParams
 
 INLINE_BYTES = 8192
 """Requests up to this size are tokenised on the event loop (a few milliseconds); longer ones in a worker thread."""
@@ -239,7 +237,7 @@ class Service:
         generation = Generation(backend.handle, self.metrics, endpoint, arrived)
         try:
             for prompt in prompts:
-                request = _engine_request(prompt, sampling, backend.handle.info)
+                request = Request.create(prompt, sampling, backend.handle.info)
                 skip = request.stop_ids | frozenset(backend.tokenizer.special_ids)
                 stream = TextStream(backend.tokenizer.token_bytes, skip=skip, stop=sampling.stop)
                 generation.submit(request, stream)
@@ -251,23 +249,6 @@ class Service:
 
     def _live_handle(self) -> EngineHandle | None:
         return self.backend.handle if self.backend is not None and self.backend.handle.alive() else None
-
-
-def _engine_request(prompt: tuple[int, ...], sampling: SamplingParams, info: EngineInfo) -> Request:
-    room = info.max_ctx - len(prompt)
-    seed = secrets.randbits(64) if sampling.seed is None else sampling.seed % SEED_MODULUS
-    ends = () if sampling.ignore_eos else info.eos_ids
-    return Request(
-        id=uuid.uuid4().hex,
-        prompt=prompt,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
-        seed=seed,
-        max_tokens=room if sampling.max_tokens is None else min(sampling.max_tokens, room),
-        stop_ids=frozenset((*ends, *sampling.stop_token_ids)),
-    )
 
 
 def _chat_prompt(backend: Backend, request: ChatRequest) -> tuple[int, ...]:
