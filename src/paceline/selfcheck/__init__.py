@@ -1,0 +1,57 @@
+"""Row-invariance, checked on the machine that serves: an item gets the same bits alone and in any company.
+
+Everything that Paceline promises about tokens rests on this property of the ops (``paceline.ops`` says how they keep it),
+and whether it holds depends on the processor and on the libraries at hand. The tests and ``paceline selfcheck`` run the same
+table of cases.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from paceline.selfcheck.case import Case, violation
+from paceline.selfcheck.lanes import lane_cases
+from paceline.selfcheck.rows import row_cases
+
+__all__ = ["Case", "Outcome", "all_cases", "run_all", "thread_counts", "violation"]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of one case; ``violation`` says where the property broke, None where it held."""
+
+    name: str
+    seconds: float
+    violation: str | None
+
+
+def all_cases() -> list[Case]:
+    """At least one case per op, in the order in which they are run. Makes a few MiB of random inputs."""
+    return [*row_cases(), *lane_cases()]
+
+
+def thread_counts() -> tuple[int, ...]:
+    """1 to 4 threads, and what torch uses now."""
+    return tuple(sorted({1, 2, 3, 4, torch.get_num_threads()}))
+
+
+def run_all(
+    report: Callable[[Outcome], None], threads: Sequence[int] | None = None, cases: Sequence[Case] | None = None
+) -> list[Outcome]:
+    """Run every case under each of ``threads`` (``thread_counts()`` if not given) and return those that failed.
+
+    ``report`` is called after each case. Takes about half a minute. torch's number of threads is restored at the end.
+    """
+    failures = []
+    for case in all_cases() if cases is None else cases:
+        started = time.perf_counter()
+        found = violation(case, threads or thread_counts())
+        outcome = Outcome(case.name, time.perf_counter() - started, found)
+        report(outcome)
+        if found is not None:
+            failures.append(outcome)
+    return failures

@@ -1,0 +1,287 @@
+"""Cases whose items are lanes: ops over packed spans, and the state they hand on.
+
+A lane's rows are fixed. A batch may take them whole or cut them wherever the engine may; behind generated rows it may
+compute rows of junk, as for rejected drafts, and drop them. Neither may show.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paceline.batch import PackedBatch, pack
+from paceline.config import CACHE_TYPES, CHUNK_SIZE, PAGE_SIZE, CacheType
+from paceline.ops.activation import sigmoid, softplus
+from paceline.ops.attention import attention
+from paceline.ops.conv import causal_conv, conv_history
+from paceline.ops.gdn import gdn_prefill, gdn_replay, gdn_verify
+from paceline.ops.kv import PagedTensor, allocate_pages, write_rows
+from paceline.ops.norm import l2_norm
+from paceline.selfcheck.case import Case, Outputs, Rng, laid_out, randn
+from paceline.types import RowKind
+
+_CPU = torch.device("cpu")
+_VERIFY_ROWS = (1, 2, 8, 3, 11, 5, 8, 1)
+_PROMPT_ROWS = (1, 63, 64, 65, 100, 130, 40, 200)
+_DECODE_BASES = (0, 1, 15, 63, 64, 130, 200, 90)
+_PROMPT_BASES = (0, 0, 0, 64, 128, 0, 64, 0)
+_MOST_REJECTED = 3
+
+
+def lane_cases() -> list[Case]:
+    rng = np.random.default_rng(2)
+    cases = [_conv(rng, kind) for kind in ("decode", "prefill")] + [_gdn_verify(rng), _gdn_prefill(rng)]
+    for cache in CACHE_TYPES:
+        for window in (None, 70):
+            cases.append(_attention(rng, "decode", cache, window=window))
+            cases.append(_attention(rng, "decode", cache, window=window, causal=False))
+            cases.append(_attention(rng, "prefill", cache, window=window))
+    cases.append(_attention(rng, "decode", "q8_0", dim=256, stretch=16))
+    cases.append(_attention(rng, "prefill", "f32", stretch=8))
+    return cases
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Rows [start, stop) of a lane, and ``rejected`` rows of junk behind them."""
+
+    lane: int
+    start: int
+    stop: int
+    rejected: int
+
+    @property
+    def rows(self) -> int:
+        return self.stop - self.start + self.rejected
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """One batch: the next piece of every lane that has one."""
+
+    pieces: list[_Piece]
+    batch: PackedBatch
+    rng: Rng
+
+    def gather(self, values: Sequence[Tensor]) -> Tensor:
+        """The packed rows [N, ...] of ``values``, which holds each lane's [rows, ...]."""
+        parts = []
+        for piece in self.pieces:
+            rows = values[piece.lane]
+            parts += [rows[piece.start : piece.stop], randn(self.rng, piece.rejected, *rows.shape[1:])]
+        return laid_out(torch.cat(parts), self.rng)
+
+    def kept(self) -> Iterator[tuple[int, slice]]:
+        """Each lane with its rows in the batch, without the rejected ones."""
+        for piece, offset in zip(self.pieces, self.batch.offsets, strict=True):
+            yield piece.lane, slice(offset, offset + piece.stop - piece.start)
+
+
+@dataclass(frozen=True, slots=True)
+class _Lanes:
+    """How many rows each lane has, where they start in its sequence, and how they may be cut: at multiples of ``grid``,
+    or not at all (0)."""
+
+    kind: RowKind
+    rows: Sequence[int]
+    bases: Sequence[int]
+    grid: int
+    rejected: int = 0
+
+    def turns(self, chosen: Sequence[int], rng: Rng) -> Iterator[_Turn]:
+        density = rng.choice([0.0, 0.3, 1.0])  # whole, some cuts, every possible cut
+        cuts = {lane: self._cut(self.rows[lane], density, rng) for lane in chosen}
+        for turn in range(max(map(len, cuts.values()))):
+            pieces = [
+                _Piece(lane, *cuts[lane][turn], int(rng.integers(self.rejected + 1)))
+                for lane in chosen
+                if turn < len(cuts[lane])
+            ]
+            starts = [self.bases[piece.lane] + piece.start for piece in pieces]
+            yield _Turn(pieces, pack(self.kind, [piece.rows for piece in pieces], starts, _CPU), rng)
+
+    def _cut(self, rows: int, density: float, rng: Rng) -> list[tuple[int, int]]:
+        inner = [at for at in range(self.grid, rows, self.grid) if rng.random() < density] if self.grid else []
+        return list(pairwise([0, *inner, rows]))
+
+
+def _joined(parts: list[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    return tuple(torch.cat(pieces) for pieces in zip(*parts, strict=True))
+
+
+def _conv(rng: Rng, kind: RowKind) -> Case:
+    """The convolution and the history it hands on."""
+    verify = kind == "decode"
+    rows = _VERIFY_ROWS if verify else _PROMPT_ROWS
+    lanes = _Lanes(kind, rows, [0] * len(rows), 1 if verify else CHUNK_SIZE, _MOST_REJECTED if verify else 0)
+    weight = randn(rng, 37, 4)
+    x, first = [randn(rng, n, 37) for n in rows], randn(rng, len(rows), 3, 37)
+
+    def compute(chosen: Sequence[int], rng: Rng) -> Outputs:
+        history = {lane: first[lane] for lane in chosen}
+        out: dict[int, list[tuple[Tensor, ...]]] = {lane: [] for lane in chosen}
+        for turn in lanes.turns(chosen, rng):
+            raw, kept = turn.gather(x), list(turn.kept())
+            before = torch.stack([history[lane] for lane, _ in kept])
+            y = causal_conv(raw, laid_out(before, rng), weight, turn.batch)
+            keep = torch.tensor([at.stop - at.start for _, at in kept])
+            after = conv_history(raw, before, keep, turn.batch)
+            for index, (lane, at) in enumerate(kept):
+                out[lane].append((y[at],))
+                history[lane] = after[index]
+        return [(*_joined(out[lane]), history[lane]) for lane in chosen]
+
+    return Case(f"causal_conv of {kind} rows", ("causal_conv", "conv_history"), len(rows), compute)
+
+
+_KEY_HEADS, _VALUE_HEADS, _GDN_DIM = 2, 6, 128
+_HEAD_MAP = torch.arange(_VALUE_HEADS) % _KEY_HEADS
+
+
+def _gdn_inputs(rng: Rng, rows: Sequence[int]) -> tuple[list[list[Tensor]], Tensor]:
+    """(q, k, v, beta, g), each a list of one tensor per lane, and the states before."""
+    per_lane = [
+        (
+            l2_norm(randn(rng, n, _KEY_HEADS, _GDN_DIM)) * _GDN_DIM**-0.5,
+            l2_norm(randn(rng, n, _KEY_HEADS, _GDN_DIM)),
+            randn(rng, n, _VALUE_HEADS, _GDN_DIM),
+            sigmoid(randn(rng, n, _VALUE_HEADS)),
+            -0.2 * softplus(randn(rng, n, _VALUE_HEADS)),
+        )
+        for n in rows
+    ]
+    state = 0.1 * randn(rng, len(rows), _VALUE_HEADS, _GDN_DIM, _GDN_DIM)
+    return [list(column) for column in zip(*per_lane, strict=True)], state
+
+
+def _gdn_verify(rng: Rng) -> Case:
+    """Spans of any width, any of whose rows may have been rejected, with the log replayed behind each: as stepping."""
+    lanes = _Lanes("decode", _VERIFY_ROWS, _DECODE_BASES, 1, _MOST_REJECTED)
+    inputs, first = _gdn_inputs(rng, _VERIFY_ROWS)
+
+    def compute(chosen: Sequence[int], rng: Rng) -> Outputs:
+        state = {lane: first[lane] for lane in chosen}
+        out: dict[int, list[tuple[Tensor, ...]]] = {lane: [] for lane in chosen}
+        for turn in lanes.turns(chosen, rng):
+            q, k, v, beta, g = map(turn.gather, inputs)
+            before = torch.stack([state[piece.lane] for piece in turn.pieces])
+            o, d = gdn_verify(q, k, v, beta, g, before, _HEAD_MAP, turn.batch)
+            for lane, at in turn.kept():
+                out[lane].append((o[at], d[at]))
+                state[lane] = _replayed(state[lane], k[at], d[at], g[at], rng)
+        return [(*_joined(out[lane]), state[lane]) for lane in chosen]
+
+    return Case("gdn_verify and gdn_replay", ("gdn_verify", "gdn_replay"), len(_VERIFY_ROWS), compute)
+
+
+def _replayed(state: Tensor, k: Tensor, d: Tensor, g: Tensor, rng: Rng) -> Tensor:
+    """The state after the log's rows; other layers are replayed beside this one."""
+    layers = int(rng.integers(1, 4))
+    layer = int(rng.integers(layers))
+    beside = [randn(rng, layers, *x.shape) for x in (state, k, d, g)]
+    for stacked, own in zip(beside, (state, k, d, g), strict=True):
+        stacked[layer] = own
+    states, keys, deltas, decays = beside
+    gdn_replay(states, keys, deltas, decays, _HEAD_MAP)
+    return states[layer]
+
+
+def _gdn_prefill(rng: Rng) -> Case:
+    lanes = _Lanes("prefill", _PROMPT_ROWS, _PROMPT_BASES, CHUNK_SIZE)
+    inputs, first = _gdn_inputs(rng, _PROMPT_ROWS)
+
+    def compute(chosen: Sequence[int], rng: Rng) -> Outputs:
+        state = {lane: first[lane] for lane in chosen}
+        out: dict[int, list[tuple[Tensor, ...]]] = {lane: [] for lane in chosen}
+        for turn in lanes.turns(chosen, rng):
+            before = torch.stack([state[piece.lane] for piece in turn.pieces])
+            q, k, v, beta, g = map(turn.gather, inputs)
+            o, after = gdn_prefill(q, k, v, beta, g, before, _HEAD_MAP, turn.batch)
+            for index, (lane, at) in enumerate(turn.kept()):
+                out[lane].append((o[at],))
+                state[lane] = after[index]
+        return [(*_joined(out[lane]), state[lane]) for lane in chosen]
+
+    return Case("gdn_prefill", ("gdn_prefill",), len(_PROMPT_ROWS), compute)
+
+
+class _Cache:
+    """Pages of some lanes in random places. All memory that holds no key or value holds NaN (q8_0: NaN times junk), and
+    the page table names pages of others wherever a lane owns none."""
+
+    def __init__(self, kind: CacheType, heads: int, dim: int, lengths: dict[int, int], rng: Rng) -> None:
+        counts = {lane: -(-length // PAGE_SIZE) for lane, length in lengths.items()}
+        total, width = sum(counts.values()) + 3, max(counts.values()) + int(rng.integers(5))
+        order = torch.from_numpy(rng.permutation(total))
+        self.tables: dict[int, Tensor] = {}
+        for lane, count in counts.items():
+            self.tables[lane] = torch.from_numpy(rng.integers(0, total, width))
+            self.tables[lane][:count], order = order[:count], order[count:]
+        self.k, self.v = (_filled_with_nan(allocate_pages(kind, total, heads, dim, _CPU), rng) for _ in range(2))
+
+    def slots(self, lane: int, start: int, stop: int) -> Tensor:
+        positions = torch.arange(start, stop)
+        return self.tables[lane][positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE
+
+    def write(self, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        write_rows(self.k, slots, k)
+        write_rows(self.v, slots, v)
+
+
+def _filled_with_nan(pages: PagedTensor, rng: Rng) -> PagedTensor:
+    if pages.scale is None:
+        pages.data.fill_(torch.nan)
+    else:
+        pages.data.copy_(torch.from_numpy(rng.integers(-127, 128, pages.data.shape)))
+        pages.scale.fill_(torch.nan)
+    return pages
+
+
+def _attention(
+    rng: Rng,
+    kind: RowKind,
+    cache: CacheType,
+    *,
+    causal: bool = True,
+    window: int | None = None,
+    dim: int = 64,
+    stretch: int = 1,
+) -> Case:
+    """Causal rows may be cut; a block that sees itself in both directions may not. ``stretch`` multiplies the contexts of
+    decode rows and the lengths of prompts, so that the work no longer fits one group of key blocks."""
+    verify = kind == "decode"
+    rows, bases = list(_VERIFY_ROWS if verify else _PROMPT_ROWS), list(_DECODE_BASES if verify else _PROMPT_BASES)
+    if verify:
+        bases = [stretch * base for base in bases]
+    else:
+        rows = [stretch * n for n in rows]
+    grid = (1 if verify else CHUNK_SIZE) if causal else 0
+    rejected = _MOST_REJECTED if verify and causal else 0
+    lanes = _Lanes(kind, rows, bases, grid, rejected)
+    q = [randn(rng, n, 4, dim) for n in rows]
+    old = [(randn(rng, base, 2, dim), randn(rng, base, 2, dim)) for base in bases]
+    k, v = ([randn(rng, n, 2, dim) for n in rows] for _ in range(2))
+
+    def compute(chosen: Sequence[int], rng: Rng) -> Outputs:
+        pages = _Cache(cache, 2, dim, {lane: bases[lane] + rows[lane] + rejected for lane in chosen}, rng)
+        for lane in chosen:
+            pages.write(pages.slots(lane, 0, bases[lane]), *old[lane])
+        out: dict[int, list[tuple[Tensor, ...]]] = {lane: [] for lane in chosen}
+        for turn in lanes.turns(chosen, rng):
+            table = torch.stack([pages.tables[piece.lane] for piece in turn.pieces])
+            spans = zip(turn.pieces, turn.batch.bases, strict=True)
+            slots = torch.cat([pages.slots(piece.lane, base, base + piece.rows) for piece, base in spans])
+            pages.write(slots, turn.gather(k), turn.gather(v))
+            o = attention(turn.gather(q), pages.k, pages.v, table, turn.batch, scale=dim**-0.5, causal=causal, window=window)
+            for lane, at in turn.kept():
+                out[lane].append((o[at],))
+        return [_joined(out[lane]) for lane in chosen]
+
+    sight = "causal" if causal else "block-bidirectional"
+    name = f"attention {kind} {sight} over {cache}" + (f", window {window}" if window else "")
+    return Case(name + (", long" if stretch > 1 else ""), ("attention",), len(rows), compute)

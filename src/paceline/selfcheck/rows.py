@@ -1,0 +1,215 @@
+"""Cases whose items are rows: ops in which a row knows nothing of its neighbours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paceline.config import CACHE_TYPES, PAGE_SIZE, CacheType
+from paceline.ops import activation, norm
+from paceline.ops.conv import dynamic_conv
+from paceline.ops.kv import allocate_pages, read_pages, write_rows
+from paceline.ops.linear import PackedWeight, linear, pack
+from paceline.ops.quant import BLOCKS, QuantTensor
+from paceline.ops.rope import RopeTable, apply_rope
+from paceline.ops.selector import candidate_scores
+from paceline.ops.topk import argmax, top_k
+from paceline.sampling import SamplingRows, gumbel, gumbel_of_vocabulary, pick, pick_candidates
+from paceline.selfcheck.case import Case, Outputs, Rng, laid_out, randn
+from paceline.types import RowKind
+
+ROWS = 70
+"""More than a prefill tile of rows, and no multiple of a decode tile."""
+
+_CPU = torch.device("cpu")
+_KINDS: tuple[RowKind, ...] = ("decode", "prefill")
+_LINEAR_SHAPES = ((6, 512), (37, 512), (512, 1536), (384, 1024))
+"""(N, K) of products: the handful of outputs of the beta and decay projections, an odd number, and ordinary ones."""
+
+
+def row_cases() -> list[Case]:
+    rng = np.random.default_rng(1)
+    cases = [
+        linear_case(rng, pack(randn(rng, *shape).to(dtype)), kind)
+        for dtype in (torch.float32, torch.bfloat16, torch.float16)
+        for shape in _LINEAR_SHAPES[: 1 if dtype == torch.float16 else None]
+        for kind in _KINDS
+    ]
+    cases += [
+        _quantised_linear(rng, qtype, dtype, kind)
+        for qtype, dtype in (("Q8_0", torch.float32), ("IQ4_XS", torch.bfloat16))
+        for kind in _KINDS
+    ]
+    cases += _elementwise(rng)
+    cases += _norms(rng)
+    cases += [_rope(rng, rotary) for rotary in (16, 64)]
+    cases += [_kv(rng, kind) for kind in CACHE_TYPES]
+    cases += [_dynamic_conv(rng, rows=8, taps=2), _dynamic_conv(rng, rows=3, taps=4)]
+    cases += [_candidate_scores(rng), _top_k(rng), _gumbel(rng), _pick(rng), _pick_candidates(rng)]
+    return cases
+
+
+def _case(name: str, ops: tuple[str, ...], function: Callable[..., Tensor], *inputs: Tensor) -> Case:
+    """A function of row tensors, each given in a memory layout of its own."""
+
+    def compute(chosen: Sequence[int], rng: Rng) -> Outputs:
+        return _split(function(*(laid_out(x[chosen], rng) for x in inputs)))
+
+    return Case(name, ops, inputs[0].shape[0], compute)
+
+
+def _split(*outputs: Tensor) -> Outputs:
+    return list(zip(*(out.unbind(0) for out in outputs), strict=True))
+
+
+def linear_case(rng: Rng, weight: PackedWeight, kind: RowKind) -> Case:
+    n, k = weight.shape
+    name = f"linear {kind} {_name(weight.dtype)} {n} x {k}"
+    return _case(name, ("linear",), lambda x: linear(x, weight, kind), randn(rng, ROWS, k))
+
+
+def _quantised_linear(rng: Rng, qtype: str, dtype: torch.dtype, kind: RowKind) -> Case:
+    rows, columns = 37, 512
+    elements, size, _ = BLOCKS[qtype]
+    data = torch.from_numpy(rng.integers(0, 256, (rows, columns // elements * size), dtype=np.uint8))
+    data.view(rows, -1, size)[..., 1] = 0x10  # upper byte of a block's float16 scale: about 5e-4, never a NaN
+    weight = QuantTensor(data, qtype, (rows, columns))
+    x = randn(rng, ROWS, columns).to(dtype)
+    name = f"linear {kind} {qtype} as {_name(dtype)}"
+    return _case(name, ("linear", "dequantize"), lambda x: linear(x, weight, kind), x)
+
+
+def _elementwise(rng: Rng) -> list[Case]:
+    x, y = 8.0 * randn(rng, ROWS, 37), randn(rng, ROWS, 37)
+    return [
+        _case("sigmoid", ("sigmoid",), activation.sigmoid, x),
+        _case("silu", ("silu",), activation.silu, x),
+        _case("softplus", ("softplus",), activation.softplus, x),
+        _case("softcap", ("softcap",), lambda x: activation.softcap(x, 30.0), x),
+        _case("swiglu", ("swiglu",), activation.swiglu, x, y),
+    ]
+
+
+def _norms(rng: Rng) -> list[Case]:
+    x, heads, gate = randn(rng, ROWS, 512), randn(rng, ROWS, 3, 96), randn(rng, ROWS, 3, 96)
+    wide, narrow = 1.0 + 0.1 * randn(rng, 512), 1.0 + 0.1 * randn(rng, 96)
+    return [
+        _case("rms_norm of rows", ("rms_norm",), lambda x: norm.rms_norm(x, wide, 1e-6), x),
+        _case("rms_norm of heads", ("rms_norm",), lambda x: norm.rms_norm(x, narrow, 1e-6), heads),
+        _case("l2_norm", ("l2_norm",), norm.l2_norm, heads),
+        _case("gated_rms_norm", ("gated_rms_norm",), lambda x, g: norm.gated_rms_norm(x, g, narrow, 1e-6), heads, gate),
+    ]
+
+
+def _rope(rng: Rng, rotary: int) -> Case:
+    """Also: an angle does not depend on the length of the table it is read from."""
+    x, positions = randn(rng, ROWS, 3, 64), torch.from_numpy(rng.permutation(1100)[:ROWS])
+    tables = [RopeTable(length, rotary, 1e6, None, _CPU) for length in (1100, 1537)]
+
+    def compute(chosen: Sequence[int], rng: Rng) -> Outputs:
+        angles = tables[rng.integers(2)].at(positions[chosen])
+        return _split(apply_rope(laid_out(x[chosen], rng), angles))
+
+    return Case(f"rope of {rotary} in 64", ("apply_rope",), ROWS, compute)
+
+
+def _kv(rng: Rng, kind: CacheType) -> Case:
+    """Rows are written to slots anywhere and read back from their pages."""
+    x = randn(rng, ROWS, 2, 64)
+
+    def compute(chosen: Sequence[int], rng: Rng) -> Outputs:
+        cache = allocate_pages(kind, 12, 2, 64, _CPU)
+        slots = torch.from_numpy(rng.permutation(12 * PAGE_SIZE)[: len(chosen)])
+        write_rows(cache, slots, laid_out(x[chosen], rng))
+        pages = read_pages(cache, slots // PAGE_SIZE)
+        return _split(pages[torch.arange(len(chosen)), slots % PAGE_SIZE])
+
+    return Case(f"K/V in {kind}", ("write_rows", "read_pages"), ROWS, compute)
+
+
+def _dynamic_conv(rng: Rng, rows: int, taps: int) -> Case:
+    """Items are blocks."""
+    x, base, dynamic = randn(rng, 20, rows, 64), randn(rng, taps, 64), randn(rng, 20, rows, taps, 4)
+    name = f"dynamic_conv of {taps} taps on {rows} rows"
+    return _case(name, ("dynamic_conv",), lambda x, kernels: dynamic_conv(x, base, kernels), x, dynamic)
+
+
+def _candidate_scores(rng: Rng) -> Case:
+    vocab, rank, k = 300, 128, 16
+    predecessor, successor = randn(rng, vocab, rank), randn(rng, vocab, rank)
+    candidates = torch.from_numpy(rng.integers(0, vocab, (ROWS, k)))
+    previous = torch.from_numpy(rng.integers(0, vocab, ROWS))
+    return _case(
+        "candidate_scores",
+        ("candidate_scores",),
+        lambda logits, ids, hidden, last: candidate_scores(logits, ids, hidden, last, predecessor, successor),
+        *(randn(rng, ROWS, k), candidates, randn(rng, ROWS, rank), previous),
+    )
+
+
+def _top_k(rng: Rng) -> Case:
+    logits = (4.0 * randn(rng, ROWS, 3001)).round() / 4.0  # with ties
+
+    def compute(chosen: Sequence[int], rng: Rng) -> Outputs:
+        values, ids = top_k(laid_out(logits[chosen], rng), 16)
+        return _split(values, ids, argmax(laid_out(logits[chosen], rng)))
+
+    return Case("top_k and argmax", ("top_k", "argmax"), ROWS, compute)
+
+
+def _sampling_rows(rng: Rng) -> SamplingRows:
+    """Every kind of row: greedy, unfiltered, and each filter."""
+    return SamplingRows.from_lists(
+        temperature=rng.choice([0.0, 0.3, 0.7, 1.0, 1.3], ROWS).tolist(),
+        top_k=rng.choice([0, 1, 20, 400], ROWS).tolist(),
+        top_p=rng.choice([1.0, 0.95, 0.5], ROWS).tolist(),
+        min_p=rng.choice([0.0, 0.05], ROWS).tolist(),
+        seed=rng.integers(0, 2**63, ROWS).tolist(),
+        choice=rng.integers(0, 3, ROWS).tolist(),
+        position=rng.integers(0, 10_000, ROWS).tolist(),
+    )
+
+
+def _gumbel(rng: Rng) -> Case:
+    """The noise of an id is the same in a list of some ids, in any order, and in a vocabulary of any size."""
+    rows, vocab = _sampling_rows(rng), 259
+
+    def compute(chosen: Sequence[int], rng: Rng) -> Outputs:
+        draws = rows.select(chosen)
+        key = (draws.seed, draws.choice, draws.position)
+        if rng.integers(2):
+            return _split(gumbel_of_vocabulary(*key, vocab + int(rng.integers(9)))[:, :vocab])
+        ids = torch.from_numpy(rng.permutation(vocab))
+        return _split(gumbel(*key, ids)[:, ids.argsort()])
+
+    return Case("gumbel", ("gumbel", "gumbel_of_vocabulary"), ROWS, compute)
+
+
+def _pick(rng: Rng) -> Case:
+    logits, rows = 2.0 * randn(rng, ROWS, 3001), _sampling_rows(rng)
+
+    def compute(chosen: Sequence[int], rng: Rng) -> Outputs:
+        return _split(pick(laid_out(logits[chosen], rng), rows.select(chosen)))
+
+    return Case("pick", ("pick",), ROWS, compute)
+
+
+def _pick_candidates(rng: Rng) -> Case:
+    """Candidates come in any order."""
+    scores, rows = randn(rng, ROWS, 16), _sampling_rows(rng)
+    ids = torch.from_numpy(np.stack([rng.permutation(3001)[:16] for _ in range(ROWS)]))
+
+    def compute(chosen: Sequence[int], rng: Rng) -> Outputs:
+        order = torch.from_numpy(rng.permutation(16))
+        candidates = ids[chosen][:, order]
+        index = pick_candidates(scores[chosen][:, order], candidates, rows.select(chosen))
+        return _split(candidates.gather(1, index.unsqueeze(1)))
+
+    return Case("pick_candidates", ("pick_candidates",), ROWS, compute)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
