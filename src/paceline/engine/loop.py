@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from paceline.engine.plan import Round, RoundFailed, RoundResult
+from paceline.engine.plan import Round, RoundFailed, RoundResult, VerifySpan
 from paceline.engine.runner import Runner
 from paceline.engine.scheduler import Scheduler
 from paceline.errors import InvalidRequest
@@ -129,11 +129,11 @@ class EngineLoop:
         """Run an aborted round again: without drafts if drafting failed, else lane by lane, where the lane that fails
         alone ends with an error and the others get the tokens they would have got."""
         if failure.stage == "draft":
-            plain = replace(round, verify=tuple(replace(span, drafts=0) for span in round.verify))
+            plain = Round(tuple(map(_without_drafts, round.verify)), round.prefill)
             try:
                 return self._apply(plain, self.runner.run(plain))
             except RoundFailed as again:
-                round, failure = plain, again
+                log.warning("round failed again and is run lane by lane: %s", again)
         emissions = []
         for single in _lane_by_lane(round):
             try:
@@ -146,5 +146,9 @@ class EngineLoop:
 
 
 def _lane_by_lane(round: Round) -> Iterable[Round]:
-    yield from (Round((span,), ()) for span in round.verify)
+    yield from (Round((_without_drafts(span),), ()) for span in round.verify)
     yield from (Round((), (span,)) for span in round.prefill)
+
+
+def _without_drafts(span: VerifySpan) -> VerifySpan:
+    return replace(span, drafts=0)

@@ -67,7 +67,7 @@ class RoundResult:
 
 
 class RoundFailed(Exception):
-    """A round raised and was aborted; ``stage`` says where: draft, verify, prefill or commit."""
+    """A round raised and was aborted; ``stage`` says where: begin, draft, verify, prefill or commit."""
 
     def __init__(self, stage: str, cause: BaseException) -> None:
         super().__init__(f"{stage}: {type(cause).__name__}: {cause}")

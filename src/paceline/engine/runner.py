@@ -25,9 +25,9 @@ class Runner:
     @torch.inference_mode()
     def run(self, round: Round) -> RoundResult:
         """One transaction. On any exception the state is as before and ``RoundFailed`` tells the stage."""
-        clock = _Clock()
-        txn = self.pool.begin([*map(_verify_rows, round.verify), *map(_prompt_rows, round.prefill)])
+        clock, txn = _Clock(), None
         try:
+            txn = self.pool.begin([*map(_verify_rows, round.verify), *map(_prompt_rows, round.prefill)])
             with clock.stage("draft"):
                 drafts = self._draft(round.verify, txn)
             with clock.stage("verify"):
@@ -38,7 +38,8 @@ class Runner:
                 keep = [len(tokens) for tokens in verdicts] + [span.length for span in round.prefill]
                 self.pool.commit(txn, keep)
         except Exception as cause:
-            self.pool.abort(txn)
+            if txn is not None:
+                self.pool.abort(txn)
             raise RoundFailed(clock.current, cause) from cause
         return RoundResult(tuple(verdicts), tuple(first), RoundTimes(**clock.seconds))
 
@@ -115,7 +116,7 @@ class _Clock:
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
-        self.current = ""
+        self.current = "begin"
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:

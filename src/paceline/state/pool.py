@@ -122,29 +122,43 @@ class StatePool:
     def begin(self, spans: Sequence[SpanRows]) -> Txn:
         """Reserve pages for every row of the round and hand out its views. Nothing committed changes."""
         assert self._open is None, "a transaction is open"
-        for span in spans:
-            lane = self._lanes[span.lane]
-            assert span.start == lane.committed, f"span at {span.start}, lane committed {lane.committed}"
-            assert span.kind == "decode" or span.start % CHUNK_SIZE == 0, f"prompt chunk at {span.start}"
-            rows = max(span.length, self.shape.draft_rows if span.drafting else 0)
-            missing = min(self.shape.reserve(span.start + span.length), pages_for(span.start + rows)) - len(lane.pages)
-            assert len(lane.pages) + missing <= lane.reserved, "a lane outgrew its reservation"
-            lane.pages += self.allocator.take(max(0, missing))
-        self._open = Txn(tuple(spans))
-        self._open.decode = self._half("decode")
-        self._open.prefill = self._half("prefill")
-        return self._open
+        self._open = txn = Txn(tuple(spans))
+        try:
+            for span in spans:
+                self._reserve(span)
+            txn.decode, txn.prefill = self._half("decode"), self._half("prefill")
+        except Exception:
+            self.abort(txn)
+            raise
+        return txn
+
+    def _reserve(self, span: SpanRows) -> None:
+        """Give the lane pages for the rows of its span."""
+        lane = self._lanes[span.lane]
+        assert span.start == lane.committed, f"span at {span.start}, lane committed {lane.committed}"
+        assert span.kind == "decode" or span.start % CHUNK_SIZE == 0, f"prompt chunk at {span.start}"
+        rows = max(span.length, self.shape.draft_rows if span.drafting else 0)
+        missing = min(self.shape.reserve(span.start + span.length), pages_for(span.start + rows)) - len(lane.pages)
+        assert len(lane.pages) + missing <= lane.reserved, "a lane outgrew its reservation"
+        lane.pages += self.allocator.take(max(0, missing))
 
     def commit(self, txn: Txn, keep: Sequence[int]) -> None:
         """Make the first ``keep[i]`` rows of span i part of its lane's state, everything together."""
         assert txn is self._open, "not the open transaction"
         kept = dict(zip(txn.spans, keep, strict=True))
         assert all(1 <= kept[span] <= span.length for span in txn.spans), "keep outside 1 … length"
-        if txn.decode:
-            self._commit_decode(txn.decode, [kept[span] for span in txn.decode.spans])
         if txn.prefill:
             assert all(kept[span] == span.length for span in txn.prefill.spans), "prompt rows are always kept"
-            self._commit_prefill(txn.prefill)
+        # First all that computes, and may therefore fail; what it overwrites, a retry of the round overwrites again. Then
+        # nothing but copies into place.
+        advanced = []
+        for half in filter(None, (txn.decode, txn.prefill)):
+            keeps = [kept[span] for span in half.spans]
+            advanced.append(self._advanced(half, keeps))
+            self._write_context(half, keeps)
+        for lanes, state, history in advanced:
+            self.gdn[:, lanes] = state
+            self.history[:, lanes] = history
         for span in txn.spans:
             self._lanes[span.lane].committed += kept[span]
         self._close()
@@ -164,33 +178,38 @@ class StatePool:
             del lane.pages[used:]
         self._open = None
 
-    def _commit_decode(self, half: Half, keep: list[int]) -> None:
-        views = [view for view in half.target.layers if isinstance(view, GdnView)]
+    def _advanced(self, half: Half, keep: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+        """The half's lanes [S], their recurrent state [layers, S, ...] and their convolution history after the kept rows."""
         lanes = torch.tensor([span.lane for span in half.spans], device=self.device)
         keeps = torch.tensor(keep, device=self.device)
-        logs = []
-        for layer, view in enumerate(views):
-            assert view.raw is not None and view.replay is not None, "the forward left no log"
-            self.history[layer, lanes] = conv_history(view.raw, view.history, keeps, half.batch)
-            logs.append(view.replay)
-        if logs:
-            k, d, g = (torch.stack(parts) for parts in zip(*logs, strict=True))
-            for span, rows, offset in zip(half.spans, keep, half.batch.offsets, strict=True):
-                at = slice(offset, offset + rows)
-                gdn_replay(self.gdn[:, span.lane], k[:, at], d[:, at], g[:, at], self.head_map)
-        self._commit_context(half, keep)
-
-    def _commit_prefill(self, half: Half) -> None:
-        lanes = torch.tensor([span.lane for span in half.spans], device=self.device)
-        lengths = torch.tensor(half.batch.lengths, device=self.device)
         views = [view for view in half.target.layers if isinstance(view, GdnView)]
-        for layer, view in enumerate(views):
-            assert view.raw is not None and view.new_state is not None, "the forward left no state"
-            self.history[layer, lanes] = conv_history(view.raw, view.history, lengths, half.batch)
-            self.gdn[layer, lanes] = view.new_state
-        self._commit_context(half, list(half.batch.lengths))
+        history = []
+        for view in views:
+            assert view.raw is not None, "the forward left no inputs"
+            history.append(conv_history(view.raw, view.history, keeps, half.batch))
+        state = self._prefilled(views) if half.batch.kind == "prefill" else self._replayed(half, views, lanes, keep)
+        return lanes, state, torch.stack(history)
 
-    def _commit_context(self, half: Half, keep: list[int]) -> None:
+    def _prefilled(self, views: list[GdnView]) -> Tensor:
+        states = []
+        for view in views:
+            assert view.new_state is not None, "the forward left no state"
+            states.append(view.new_state)
+        return torch.stack(states)
+
+    def _replayed(self, half: Half, views: list[GdnView], lanes: Tensor, keep: list[int]) -> Tensor:
+        logs = []
+        for view in views:
+            assert view.replay is not None, "the forward left no log"
+            logs.append(view.replay)
+        k, d, g = (torch.stack(parts) for parts in zip(*logs, strict=True))
+        state = self.gdn[:, lanes]
+        for span, (rows, offset) in enumerate(zip(keep, half.batch.offsets, strict=True)):
+            at = slice(offset, offset + rows)
+            gdn_replay(state[:, span], k[:, at], d[:, at], g[:, at], self.head_map)
+        return state
+
+    def _write_context(self, half: Half, keep: list[int]) -> None:
         """Store the kept drafter context rows; of a run longer than the ring only the last ring's worth."""
         drafter = self.shape.drafter
         if drafter is None:
