@@ -40,7 +40,7 @@ from paceline.engine.runner import Runner
 from paceline.engine.scheduler import Scheduler
 from paceline.models.qwen35 import key_head_of
 from paceline.state.pool import StatePool
-from paceline.types import SEED_MODULUS, Emission, Request, SamplingParams
+from paceline.types import Emission, EngineInfo, Request, SamplingParams
 from paceline.weights.load import open_target
 
 PACKAGE = Path(paceline.__file__).parent
@@ -124,7 +124,7 @@ def run_case(parts: EngineParts, case: Case, prompts: Prompts) -> Answers:
 
     engine = Engine(case.options(), parts, observe)
     try:
-        requests = [_request(case, index, prompt, engine.info.eos_ids) for index, prompt in prompts.items()]
+        requests = [_request(case, index, prompt, engine.info) for index, prompt in prompts.items()]
         emissions: queue.SimpleQueue[Emission] = queue.SimpleQueue()
         if case.neighbours:
             _submit_among_neighbours(engine, requests, emissions.put, random.Random(case.name))
@@ -136,20 +136,10 @@ def run_case(parts: EngineParts, case: Case, prompts: Prompts) -> Answers:
         engine.close()
 
 
-def _request(case: Case, index: int, prompt: tuple[int, ...], eos_ids: tuple[int, ...]) -> Request:
-    params = SAMPLING[index % len(SAMPLING)]
-    return Request(
-        id=str(index),
-        prompt=prompt,
-        temperature=params.temperature,
-        top_p=params.top_p,
-        top_k=params.top_k,
-        min_p=params.min_p,
-        seed=-index % SEED_MODULUS,
-        max_tokens=min(case.max_tokens, MAX_CTX - len(prompt)),
-        stop_ids=frozenset(eos_ids),
-        speculate=not case.mixed or index % 2 == 0,
-    )
+def _request(case: Case, index: int, prompt: tuple[int, ...], info: EngineInfo) -> Request:
+    params = replace(SAMPLING[index % len(SAMPLING)], seed=-index, max_tokens=case.max_tokens)
+    speculate = not case.mixed or index % 2 == 0
+    return replace(Request.create(prompt, params, info), id=str(index), speculate=speculate)
 
 
 def _submit_among_neighbours(
@@ -159,11 +149,10 @@ def _submit_among_neighbours(
     its prompt is read), or after some tokens, as when a client disconnects."""
     for request in requests:
         for number in range(dice.randrange(3)):
-            neighbour = replace(request, id=f"{request.id}, neighbour {number}", max_tokens=200, seed=dice.randrange(2**64))
-            patience = dice.randrange(0, 12)
-            engine.submit(
-                replace(neighbour, max_tokens=min(200, MAX_CTX - len(neighbour.prompt))), _Leaver(engine, patience)
-            )
+            name, room = f"{request.id}, neighbour {number}", MAX_CTX - len(request.prompt)
+            neighbour = replace(request, id=name, seed=dice.randrange(2**64), max_tokens=min(200, room))
+            patience = dice.randrange(12)
+            engine.submit(neighbour, _Leaver(engine, patience))
             if patience == 0:
                 time.sleep(dice.uniform(0.0, 0.05))
                 engine.cancel(neighbour.id)
