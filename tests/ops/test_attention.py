@@ -1,0 +1,88 @@
+"""Paged attention against a dense softmax in float64 over the stored keys and values."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from paceline.batch import pack
+from paceline.config import CACHE_TYPES, PAGE_SIZE, CacheType
+from paceline.ops.attention import attention
+from paceline.ops.kv import allocate_pages, read_pages, write_rows
+from paceline.types import RowKind
+
+CPU = torch.device("cpu")
+HEADS, KV_HEADS, DIM = 6, 2, 64
+TOLERANCE = 1e-5
+"""A score is a float32 sum of 64 products, off by about 1e-6, and its exponential as much, relatively; a mean of values of
+up to 4 then is off by a few 1e-6. A window one key too wide changes results by more than 1e-2."""
+
+SPANS: dict[RowKind, list[tuple[int, int]]] = {
+    "decode": [(0, 1), (63, 2), (200, 8), (15, 11)],
+    "prefill": [(0, 1), (64, 70), (0, 130), (128, 64)],
+}
+"""(position of the first row, rows) per span."""
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, first: int, *, causal: bool, window: int | None) -> Tensor:
+    """One span: q [n, Hq, D] at positions first ..., k and v [first + n, Hkv, D]; the definition, one head at a time."""
+    rows, keys = torch.arange(first, first + len(q))[:, None], torch.arange(len(k))
+    sees = keys <= rows if causal else torch.ones(len(q), len(k), dtype=torch.bool)
+    if window is not None:
+        sees &= (rows - keys).abs() < window
+    out = torch.empty(q.shape, dtype=torch.float64)
+    for head in range(HEADS):
+        group = head // (HEADS // KV_HEADS)
+        scores = q[:, head].double() @ k[:, group].double().T / DIM**0.5
+        out[:, head] = scores.masked_fill(~sees, -torch.inf).softmax(-1) @ v[:, group].double()
+    return out
+
+
+def both(kind: RowKind, cache: CacheType, *, causal: bool, window: int | None) -> tuple[Tensor, Tensor]:
+    """(ours, dense) on the spans of a kind."""
+    generator = torch.Generator().manual_seed(0)
+    bases, lengths = zip(*SPANS[kind], strict=True)
+    counts = [-(-(base + rows) // PAGE_SIZE) for base, rows in SPANS[kind]]
+    order = torch.randperm(sum(counts), generator=generator)
+    table = torch.zeros(len(counts), max(counts), dtype=torch.int64)
+    k_pages, v_pages = (allocate_pages(cache, sum(counts), KV_HEADS, DIM, CPU) for _ in range(2))
+    q = torch.randn(sum(lengths), HEADS, DIM, generator=generator)
+    expected, taken, offset = [], 0, 0
+    for span, (base, rows) in enumerate(SPANS[kind]):
+        pages = order[taken : taken + counts[span]]
+        taken += counts[span]
+        table[span, : len(pages)] = pages
+        slots = (pages[:, None] * PAGE_SIZE + torch.arange(PAGE_SIZE)).flatten()[: base + rows]
+        for store in (k_pages, v_pages):
+            write_rows(store, slots, torch.randn(base + rows, KV_HEADS, DIM, generator=generator))
+        k, v = (read_pages(store, pages).flatten(0, 1)[: base + rows] for store in (k_pages, v_pages))
+        expected.append(dense(q[offset : offset + rows], k, v, base, causal=causal, window=window))
+        offset += rows
+    batch = pack(kind, lengths, bases, CPU)
+    got = attention(q, k_pages, v_pages, table, batch, scale=DIM**-0.5, causal=causal, window=window)
+    return got, torch.cat(expected)
+
+
+@pytest.mark.parametrize("window", [None, 1, 40, 64, 150])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("kind", list(SPANS))
+def test_equals_dense(kind: RowKind, causal: bool, window: int | None) -> None:
+    got, expected = both(kind, "f32", causal=causal, window=window)
+    torch.testing.assert_close(got.double(), expected, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("cache", CACHE_TYPES)
+def test_reads_what_is_stored(cache: CacheType) -> None:
+    got, expected = both("decode", cache, causal=True, window=None)
+    torch.testing.assert_close(got.double(), expected, rtol=0, atol=TOLERANCE)
+
+
+def test_one_visible_key_gives_its_value() -> None:
+    pages = [allocate_pages("f32", 1, 1, 32, CPU) for _ in range(2)]
+    value = torch.randn(1, 1, 32)
+    write_rows(pages[0], torch.tensor([0]), torch.full((1, 1, 32), 1e4))
+    write_rows(pages[1], torch.tensor([0]), value)
+    q, table = torch.full((1, 2, 32), 1e4), torch.zeros(1, 1, dtype=torch.int64)
+    got = attention(q, pages[0], pages[1], table, pack("decode", [1], [0], CPU), scale=1.0, causal=True)
+    assert torch.equal(got, value.expand(1, 2, 32))

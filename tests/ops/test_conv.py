@@ -1,0 +1,59 @@
+"""Convolutions against torch's and against plain loops."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from paceline.batch import PackedBatch, pack
+from paceline.ops.conv import causal_conv, conv_history, dynamic_conv
+
+CPU = torch.device("cpu")
+LENGTHS = [1, 2, 3, 9, 4]
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def batch_of(lengths: list[int]) -> PackedBatch:
+    return pack("decode", lengths, [0] * len(lengths), CPU)
+
+
+@pytest.mark.parametrize("taps", [2, 4])
+def test_causal_conv_equals_conv1d_on_each_span(taps: int) -> None:
+    x, history, weight = randn(sum(LENGTHS), 12), randn(len(LENGTHS), taps - 1, 12, seed=1), randn(12, taps, seed=2)
+    expected = []
+    for before, rows in zip(history, x.split(LENGTHS), strict=True):
+        line = torch.cat((before, rows)).double().T
+        expected.append(F.silu(F.conv1d(line, weight.double()[:, None], groups=12)).T)
+    got = causal_conv(x, history, weight, batch_of(LENGTHS))
+    # four products and sums of values of up to about 10
+    torch.testing.assert_close(got.double(), torch.cat(expected), rtol=1e-6, atol=4e-6)
+
+
+@pytest.mark.parametrize("lengths", [[1, 1], LENGTHS])
+def test_history_after_every_keep(lengths: list[int]) -> None:
+    x, history = randn(sum(lengths), 5), randn(len(lengths), 3, 5, seed=1)
+    for wanted in range(1, max(lengths) + 1):
+        keep = [min(wanted, length) for length in lengths]
+        got = conv_history(x, history, torch.tensor(keep), batch_of(lengths))
+        for span, (before, rows) in enumerate(zip(history, x.split(lengths), strict=True)):
+            assert torch.equal(got[span], torch.cat((before, rows[: keep[span]]))[-3:])
+
+
+@pytest.mark.parametrize(("rows", "taps"), [(8, 2), (8, 4), (2, 4), (1, 4)])
+def test_dynamic_conv_equals_its_definition(rows: int, taps: int) -> None:
+    lanes, channels, group = 3, 12, 4
+    x, base = randn(lanes, rows, channels), randn(taps, channels, seed=1)
+    dynamic = randn(lanes, rows, taps, channels // group, seed=2)
+    expected = torch.zeros(lanes, rows, channels, dtype=torch.float64)
+    for lane in range(lanes):
+        for row in range(rows):
+            for tap in range(min(taps, row + 1)):
+                for channel in range(channels):
+                    kernel = base[tap, channel].double() + dynamic[lane, row, tap, channel // group].double()
+                    expected[lane, row, channel] += kernel * x[lane, row - tap, channel].double()
+    torch.testing.assert_close(dynamic_conv(x, base, dynamic).double(), expected, rtol=1e-6, atol=4e-6)

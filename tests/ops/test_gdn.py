@@ -1,0 +1,103 @@
+"""The gated delta rule against the recurrence in float64, token by token."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from paceline.batch import pack
+from paceline.ops.gdn import gdn_prefill, gdn_replay, gdn_verify
+
+CPU = torch.device("cpu")
+KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM = 2, 6, 32, 24
+TILED = torch.arange(VALUE_HEADS) % KEY_HEADS
+GROUPED = torch.arange(VALUE_HEADS) // (VALUE_HEADS // KEY_HEADS)
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def randn(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def inputs(rows: int) -> Inputs:
+    q = F.normalize(randn(rows, KEY_HEADS, KEY_DIM, seed=1), dim=-1) * KEY_DIM**-0.5
+    k = F.normalize(randn(rows, KEY_HEADS, KEY_DIM, seed=2), dim=-1)
+    v = randn(rows, VALUE_HEADS, VALUE_DIM, seed=3)
+    beta = torch.sigmoid(randn(rows, VALUE_HEADS, seed=4))
+    return q, k, v, beta, -0.2 * F.softplus(randn(rows, VALUE_HEADS, seed=5))
+
+
+def states(spans: int) -> Tensor:
+    return 0.3 * randn(spans, VALUE_HEADS, KEY_DIM, VALUE_DIM, seed=6)
+
+
+def recurrence(rows: Inputs, state: Tensor, head_map: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(o [n, Hv, Dv], d [n, Hv, Dv], S after) of one span, head by head."""
+    q, k, v, beta, g = (x.double() for x in rows)
+    state = state.double().clone()
+    out, deltas = torch.empty_like(v), torch.empty_like(v)
+    for t in range(len(v)):
+        for head, key_head in enumerate(head_map.tolist()):
+            s = g[t, head].exp() * state[head]
+            d = beta[t, head] * (v[t, head] - s.T @ k[t, key_head])
+            state[head] = s + torch.outer(k[t, key_head], d)
+            out[t, head], deltas[t, head] = state[head].T @ q[t, key_head], d
+    return out, deltas, state
+
+
+def close(got: Tensor, expected: Tensor) -> None:
+    # states and values are of order 1; errors of single roundings decay with the state and do not pile up
+    torch.testing.assert_close(got.double(), expected, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("head_map", [TILED, GROUPED], ids=["tiled", "grouped"])
+def test_verify_and_replay(head_map: Tensor) -> None:
+    lengths = [3, 8, 1, 5]
+    rows, first = inputs(sum(lengths)), states(len(lengths))
+    q, k, v, beta, g = rows
+    before = first.clone()
+    o, d = gdn_verify(q, k, v, beta, g, first, head_map, pack("decode", lengths, [7, 0, 70, 3], CPU))
+    assert torch.equal(first, before), "verify must leave the committed state alone"
+    offset = 0
+    for span, length in enumerate(lengths):
+        at = slice(offset, offset + length)
+        q_, k_, v_, beta_, g_ = (x[at] for x in rows)
+        out, deltas, _ = recurrence((q_, k_, v_, beta_, g_), first[span], head_map)
+        close(o[at], out)
+        close(d[at], deltas)
+        for keep in range(1, length + 1):
+            kept = (q_[:keep], k_[:keep], v_[:keep], beta_[:keep], g_[:keep])
+            state = first[span : span + 1].clone()
+            gdn_replay(state, k_[None, :keep], d[at][None, :keep], g_[None, :keep], head_map)
+            close(state[0], recurrence(kept, first[span], head_map)[2])
+        offset += length
+
+
+@pytest.mark.parametrize("lengths", [[1], [64], [65, 3], [200, 128, 63]], ids=str)
+@pytest.mark.parametrize("head_map", [TILED, GROUPED], ids=["tiled", "grouped"])
+def test_chunks_equal_the_recurrence(lengths: list[int], head_map: Tensor) -> None:
+    (q, k, v, beta, g), first = inputs(sum(lengths)), states(len(lengths))
+    o, after = gdn_prefill(q, k, v, beta, g, first, head_map, pack("prefill", lengths, [0] * len(lengths), CPU))
+    offset = 0
+    for span, length in enumerate(lengths):
+        at = slice(offset, offset + length)
+        out, _, state = recurrence((q[at], k[at], v[at], beta[at], g[at]), first[span], head_map)
+        close(o[at], out)
+        close(after[span], state)
+        offset += length
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+def test_rows_that_forget_everything_and_rows_that_forget_nothing(share: float) -> None:
+    """Decays of e^-1000 and of 1 in any mixture; the chunked form's sums of them are exact in float32."""
+    (q, k, v, beta, _), first = inputs(70), states(1)
+    g = torch.where(torch.rand(70, VALUE_HEADS, generator=torch.Generator().manual_seed(7)) < share, -1000.0, 0.0)
+    expected, deltas, state = recurrence((q, k, v, beta, g), first[0], TILED)
+    o, d = gdn_verify(q, k, v, beta, g, first, TILED, pack("decode", [70], [0], CPU))
+    close(o, expected)
+    close(d, deltas)
+    o, after = gdn_prefill(q, k, v, beta, g, first, TILED, pack("prefill", [70], [0], CPU))
+    close(o, expected)
+    close(after[0], state)

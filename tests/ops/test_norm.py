@@ -1,0 +1,50 @@
+"""Normalisations against float64. Their sums have positive terms, so the relative error stays within a few roundings."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from paceline.ops.norm import gated_rms_norm, l2_norm, rms_norm
+
+RELATIVE = 1e-6
+"""About eight roundings of float32: the sum's tree, the division, the root, and the products around them."""
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def close(got: Tensor, expected: Tensor) -> None:
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got.double(), expected, rtol=RELATIVE, atol=1e-12)
+
+
+@pytest.mark.parametrize("scale", [1e-4, 1.0, 1e4])
+@pytest.mark.parametrize("eps", [1e-6, 1e-5])
+def test_rms_norm(scale: float, eps: float) -> None:
+    x, weight = scale * randn(5, 3, 512), randn(512, seed=1)
+    wide = x.double()
+    close(rms_norm(x, weight, eps), wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.double())
+
+
+@pytest.mark.parametrize("norm", [1e-4, 1e-3, 1.0, 1e3])
+def test_l2_norm_has_its_eps_inside_the_root_of_the_sum(norm: float) -> None:
+    x = randn(7, 128)
+    x = norm * x / x.norm(dim=-1, keepdim=True)
+    wide = x.double()
+    close(l2_norm(x), wide / (wide.square().sum(-1, keepdim=True) + 1e-6).sqrt())
+
+
+def test_zeros_stay_zeros() -> None:
+    zeros = torch.zeros(2, 16)
+    assert torch.equal(l2_norm(zeros), zeros)
+    assert torch.equal(rms_norm(zeros, torch.ones(16), 1e-6), zeros)
+
+
+def test_the_gate_comes_after_norm_and_weight() -> None:
+    x, gate, weight = randn(4, 6, 128), 3.0 * randn(4, 6, 128, seed=1), randn(128, seed=2)
+    wide, g = x.double(), gate.double()
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6) * weight.double()
+    close(gated_rms_norm(x, gate, weight, 1e-6), normed * torch.nn.functional.silu(g))
