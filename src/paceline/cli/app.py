@@ -1,0 +1,87 @@
+"""The commands put together, and what becomes of their errors: one line on stderr, never a traceback for a user's mistake.
+
+Modules of this package import torch and the server only inside functions: help and bad options must answer at once.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from typing import Annotated
+
+import typer
+
+from paceline.cli.demo import demo
+from paceline.cli.generate import generate
+from paceline.cli.inspect import inspect
+from paceline.cli.selfcheck import selfcheck
+from paceline.cli.serve import serve
+from paceline.errors import PacelineError
+
+FAILED = 1
+INTERRUPTED = 130
+"""The exit status of a program that SIGINT ended: 128 + 2."""
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        try:
+            print(f"paceline {version('paceline')}")
+        except PackageNotFoundError:
+            print("paceline (run from source, not installed)")
+        raise typer.Exit
+
+
+def _paceline(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version and exit.", callback=_version, is_eager=True)
+    ] = False,
+) -> None:
+    """LLM inference with batched DFlash2 speculative decoding, and an OpenAI-compatible server."""
+
+
+def _application() -> typer.Typer:
+    app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
+    app.callback()(_paceline)
+    for command in (serve, generate, inspect, selfcheck, demo):
+        app.command()(command)
+    return app
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run ``paceline`` with these arguments, or the process's. Returns the exit status: 0; 1 for an error; 2 for a command
+    line that cannot be read; 130 after an interrupt."""
+    try:
+        return typer.main.get_command(_application()).main(arguments, prog_name="paceline", standalone_mode=False) or 0
+    except PacelineError as error:
+        return _fail(error.message)
+    except typer.Abort:
+        return INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read our output has left. Python would report it once more while it flushes stdout on the way out.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+    except (OSError, MemoryError) as error:
+        return _fail(str(error) or "out of memory")
+    except Exception as error:
+        # Usage errors. Their base class is click's or typer's own, depending on typer's version.
+        if not hasattr(error, "format_message"):
+            raise
+        return _usage(error)
+
+
+def _usage(error: Exception) -> int:
+    message: str = error.format_message()  # type: ignore[attr-defined]
+    if message.startswith("Usage:"):
+        print(message)  # no command was given: the help text
+    else:
+        context = getattr(error, "ctx", None)
+        command = context.command_path if context else "paceline"
+        _fail(f"{message.removeprefix('Invalid value: ').rstrip('.')} (see {command} --help)")
+    return int(error.exit_code)  # type: ignore[attr-defined]
+
+
+def _fail(message: str) -> int:
+    print(f"error: {message}", file=sys.stderr)
+    return FAILED

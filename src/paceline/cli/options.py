@@ -1,0 +1,116 @@
+"""Options that several commands share. Their defaults are those of ``EngineOptions`` and ``SamplingParams``."""
+
+from __future__ import annotations
+
+import logging
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+
+from paceline.config import CACHE_TYPES, DTYPES, EngineOptions
+from paceline.types import SamplingParams
+
+DEFAULTS = EngineOptions()
+SAMPLING = SamplingParams()
+
+_CACHES = "|".join(CACHE_TYPES)
+
+
+class LogLevel(StrEnum):
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+    @property
+    def number(self) -> int:
+        return int(getattr(logging, self.name))
+
+
+# -- the pair ----------------------------------------------------------------------------------------------------------
+
+ModelOption = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        "-m",
+        metavar="MODEL",
+        help="The target: a GGUF file, a Hugging Face directory, or 'demo' for the built-in model.",
+        show_default=DEFAULTS.target,
+    ),
+]
+Draft = Annotated[
+    str,
+    typer.Option(
+        "--draft",
+        metavar="FILE",
+        help="The drafter: a DFlash or DFlash2 GGUF file or Hugging Face directory. "
+        "'demo' is the drafter of the built-in model, and no drafter with any other.",
+    ),
+]
+Speculation = Annotated[
+    bool,
+    typer.Option(
+        "--speculation/--no-speculation",
+        help="Draft tokens and verify them, or decode one by one. Without speculation the drafter is not loaded.",
+    ),
+]
+DraftBlockSize = Annotated[
+    int | None,
+    typer.Option(
+        "--draft-block-size",
+        metavar="N",
+        help="Rows of the drafter's block, one more than tokens drafted per round; at most what it was trained with.",
+        show_default="as trained",
+    ),
+]
+DraftSwa = Annotated[
+    int | None,
+    typer.Option(
+        "--draft-swa",
+        metavar="N",
+        help="Window, in tokens, of the drafter's sliding layers. Which layers slide stays as the file says.",
+        show_default="from the file",
+    ),
+]
+
+# -- the machine -------------------------------------------------------------------------------------------------------
+
+Device = Annotated[str, typer.Option("--device", metavar="auto|cpu", help="Where the models run.")]
+Dtype = Annotated[
+    str,
+    typer.Option(
+        "--dtype",
+        metavar="|".join(DTYPES),
+        help="Type of the products' inputs; sums are float32. auto: bfloat16 where the processor multiplies it natively, "
+        "else float32.",
+    ),
+]
+Threads = Annotated[
+    int | None,
+    typer.Option(
+        "--threads", metavar="N", help="Threads of the CPU's products; tokens do not depend on it.", show_default="torch's"
+    ),
+]
+MaxCtx = Annotated[
+    int | None,
+    typer.Option(
+        "--max-ctx",
+        metavar="TOKENS",
+        help="Longest sequence, prompt and answer together.",
+        show_default="the model's, or what fits for all lanes",
+    ),
+]
+CacheTypeK = Annotated[
+    str, typer.Option("--cache-type-k", metavar=_CACHES, help="Type in which the target's keys are stored.")
+]
+CacheTypeV = Annotated[
+    str, typer.Option("--cache-type-v", metavar=_CACHES, help="Type in which the target's values are stored.")
+]
+Level = Annotated[LogLevel, typer.Option("--log-level", help="What is logged on stderr.")]
+
+
+def start_logging(level: LogLevel) -> None:
+    """Log on stderr: one line an event, with time, level and source. The engine's process logs in the same form."""
+    logging.basicConfig(level=level.number, format="%(asctime)s %(levelname)s %(name)s %(message)s")
