@@ -96,8 +96,8 @@ def test_health_is_503_while_the_engine_loads() -> None:
 @pytest.mark.parametrize(
     ("load", "expected"),
     [
-        ("def load(): raise LoadError('model.gguf: wrong magic')", "paceline: cannot load: model.gguf: wrong magic\n"),
-        ("def load(): raise MemoryError('no room')", "paceline: cannot load: no room\n"),
+        ("def load(): raise LoadError('model.gguf: wrong magic')", "error: cannot load: model.gguf: wrong magic\n"),
+        ("def load(): raise MemoryError('no room')", "error: cannot load: no room\n"),
     ],
 )
 def test_a_failed_load_is_one_line_and_exit_code_1(load: str, expected: str) -> None:
@@ -111,7 +111,7 @@ def test_a_port_in_use_is_one_line_and_exit_code_1() -> None:
         port = listener.getsockname()[1]
         with serving("def load(): raise AssertionError('nothing may be loaded')", port) as process:
             _, err = process.communicate(timeout=20)
-    assert (process.returncode, err) == (1, f"paceline: cannot listen on 127.0.0.1:{port}: Address already in use\n")
+    assert (process.returncode, err) == (1, f"error: cannot listen on 127.0.0.1:{port}: Address already in use\n")
 
 
 def test_a_dead_engine_ends_the_process_with_1() -> None:
@@ -123,7 +123,7 @@ def test_a_dead_engine_ends_the_process_with_1() -> None:
     """
     with serving(load, port) as process:
         out, err = process.communicate(timeout=20)
-    assert (process.returncode, err) == (1, "paceline: the engine has stopped\n")
+    assert (process.returncode, err) == (1, "error: the engine has stopped\n")
     assert "closed True" in out
 
 
@@ -133,4 +133,4 @@ def test_an_address_that_cannot_be_is_one_line(host: str, port: int, capsys: pyt
         raise LoadError("nothing may be loaded")
 
     assert serve(load, host=host, port=port) == 1
-    assert capsys.readouterr().err.startswith(f"paceline: cannot listen on {host}:{port}: ")
+    assert capsys.readouterr().err.startswith(f"error: cannot listen on {host}:{port}: ")

@@ -137,5 +137,5 @@ def _quiet_signals(server: uvicorn.Server) -> Iterator[None]:
 
 
 def _fail(message: str) -> int:
-    print(f"paceline: {message}", file=sys.stderr)
+    print(f"error: {message}", file=sys.stderr)
     return 1
