@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.cli.options import Level, LogLevel, start_logging
 from paceline.config import EngineOptions
 from paceline.errors import LaneFailed
-from paceline.types import Emission, EngineHandle, EngineStats, Request
+from paceline.types import Emission, EngineHandle, EngineStats, Request, SamplingParams
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -127,18 +127,9 @@ def _prompts() -> list[dict[str, Any]]:
 
 
 def _job(handle: EngineHandle, entry: dict[str, Any], index: int, tokenizer: Tokenizer, template: Any) -> Job:
-    prompt = tuple(tokenizer.encode(template.render(entry["messages"], tools=entry.get("tools"))))
-    request = Request(
-        id=str(index),
-        prompt=prompt,
-        temperature=0.7 * (index % 2),
-        top_p=1.0,
-        top_k=0,
-        min_p=0.0,
-        seed=index,
-        max_tokens=MAX_TOKENS,
-        stop_ids=frozenset(handle.info.eos_ids),
-    )
+    prompt = tokenizer.encode(template.render(entry["messages"], tools=entry.get("tools")))
+    sampling = SamplingParams(temperature=0.7 * (index % 2), seed=index, max_tokens=MAX_TOKENS)
+    request = Request.create(prompt, sampling, handle.info)
     return Job(entry["suite"], " ".join(entry["messages"][-1]["content"].split()), request)
 
 
