@@ -22,6 +22,8 @@ PAGE_SIZE = 16
 """Tokens per K/V page."""
 CHUNK_SIZE = 64
 """Tokens per chunk of the gated delta rule, and the grid on which prompts may be cut."""
+MAX_THREADS = 1024
+"""OpenMP ends the process when the system does not give it as many threads as it was told to start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +152,8 @@ class EngineOptions:
             value = getattr(self, name)
             if value is not None and value < low:
                 raise ConfigError(f"{name} must be at least {low}, got {value}", param=name)
+        if self.threads is not None and self.threads > MAX_THREADS:
+            raise ConfigError(f"threads must be at most {MAX_THREADS}, got {self.threads}", param="threads")
         if not 0 <= self.admission_coalesce_ms <= 1000:
             raise ConfigError(
                 f"admission_coalesce_ms must lie in [0, 1000], got {self.admission_coalesce_ms:g}",
