@@ -1,0 +1,371 @@
+"""The loop on the demo pair, turn by turn in this thread: faults, cancellations, arrivals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.bench.law import Workbench, workload
+from paceline.bench.law_cases import Case
+from paceline.engine.build import EngineParts
+from paceline.engine.engine import Engine
+from paceline.engine.loop import Cancel, EngineLoop, Message, Stop, Submit
+from paceline.engine.plan import Round, RoundResult
+from paceline.engine.rows import sampling_rows
+from paceline.engine.runner import Runner
+from paceline.errors import EngineDead
+from paceline.state.pool import Half, StatePool
+from paceline.types import Emission, EngineStats, Request, SamplingParams
+
+CASE = Case("loop", lanes=3, prefill_tokens=64)
+VICTIM = "1"
+
+
+@pytest.fixture(scope="module")
+def bench() -> Iterator[Workbench]:
+    before = torch.get_num_threads()
+    yield Workbench()
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[tuple[int, ...]]:
+    """Short ones, and behind them one of several chunks."""
+    ordered = sorted(workload().values(), key=len)
+    return [*ordered[:3], next(prompt for prompt in ordered if len(prompt) > 500)]
+
+
+@pytest.fixture
+def parts(bench: Workbench) -> EngineParts:
+    return bench.parts(CASE, {})
+
+
+def request(parts: EngineParts, name: str, prompt: tuple[int, ...], max_tokens: int = 16) -> Request:
+    params = SamplingParams(temperature=0.7 * (int(name) % 2), seed=int(name), max_tokens=max_tokens, ignore_eos=True)
+    made = Request.create(prompt, params, parts.info)
+    return Request(**{name: getattr(made, name) for name in made.__slots__} | {"id": name})
+
+
+@dataclass
+class Run:
+    """An inbox that stops the loop once it is idle, and what the loop did."""
+
+    messages: list[Message]
+    rounds: list[Round] = field(default_factory=list)
+    tokens: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    ends: dict[str, Emission] = field(default_factory=dict)
+    waits: list[float | None] = field(default_factory=list)
+    stats: EngineStats = field(default_factory=EngineStats)
+
+    def get(self, timeout: float | None) -> Message | None:
+        self.waits.append(timeout)
+        if self.messages:
+            return self.messages.pop(0)
+        return Stop() if timeout is None else None
+
+    def hear(self, emissions: list[Emission], stats: EngineStats) -> None:
+        self.stats = stats
+        for emission in emissions:
+            assert emission.request_id not in self.ends, "spoke after its end"
+            self.tokens[emission.request_id] = self.tokens.get(emission.request_id, ()) + emission.tokens
+            if emission.finish_reason is not None:
+                self.ends[emission.request_id] = emission
+
+    def reasons(self) -> dict[str, str | None]:
+        return {name: emission.finish_reason for name, emission in self.ends.items()}
+
+
+def serve(
+    parts: EngineParts, messages: list[Message], observe: Callable[[Run], None] = lambda run: None, window: float = 0.02
+) -> Run:
+    """Run the loop until everything has ended; the pool's invariants hold after every round."""
+    run = Run(list(messages))
+
+    def watch(round: Round, result: RoundResult) -> None:
+        parts.runner.pool.check()
+        run.rounds.append(round)
+        observe(run)
+
+    EngineLoop(parts.runner, parts.scheduler, run, run.hear, coalesce_seconds=window, observe=watch).run()
+    parts.runner.pool.check()
+    allocator = parts.runner.pool.allocator
+    assert allocator.free == allocator.total, "pages are still owned"
+    return run
+
+
+@pytest.fixture(scope="module")
+def undisturbed(bench: Workbench, prompts: list[tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    parts = bench.parts(CASE, {})
+    run = serve(parts, three(parts, prompts))
+    assert set(run.reasons().values()) == {"length"}
+    return run.tokens
+
+
+def three(parts: EngineParts, prompts: list[tuple[int, ...]]) -> list[Message]:
+    """Two short prompts and, as the victim, the long one."""
+    order = {"0": prompts[0], VICTIM: prompts[-1], "2": prompts[2]}
+    return [Submit(request(parts, name, prompt)) for name, prompt in order.items()]
+
+
+# -- faults ----------------------------------------------------------------------------------------------------------------
+
+
+class Fault:
+    """Raises where it is called with a true condition: always, or the first time only."""
+
+    def __init__(self, once: bool) -> None:
+        self.once, self.raised = once, 0
+
+    def __call__(self, condition: bool) -> None:
+        if condition and not (self.once and self.raised):
+            self.raised += 1
+            raise MemoryError("out of memory")
+
+
+def fault_in_verify(fault: Fault, parts: EngineParts, patch: pytest.MonkeyPatch) -> None:
+    """After the forward, when K/V rows have been written."""
+
+    def rows(draws: list[tuple[Request, int]], device: torch.device) -> Any:
+        fault(any(r.id == VICTIM and position > len(r.prompt) + 4 for r, position in draws))
+        return sampling_rows(draws, device)
+
+    patch.setattr("paceline.engine.runner.sampling_rows", rows)
+
+
+def fault_in_first_token(fault: Fault, parts: EngineParts, patch: pytest.MonkeyPatch) -> None:
+    def rows(draws: list[tuple[Request, int]], device: torch.device) -> Any:
+        fault(any(r.id == VICTIM and position == len(r.prompt) for r, position in draws))
+        return sampling_rows(draws, device)
+
+    patch.setattr("paceline.engine.runner.sampling_rows", rows)
+
+
+def fault_in_later_chunk(fault: Fault, parts: EngineParts, patch: pytest.MonkeyPatch) -> None:
+    original = Runner._prefill
+
+    def prefill(self: Runner, spans: Any, txn: Any) -> Any:
+        first = original(self, spans, txn)
+        fault(any(span.request.id == VICTIM and span.start > 0 for span in spans))
+        return first
+
+    patch.setattr(Runner, "_prefill", prefill)
+
+
+def fault_in_begin(fault: Fault, parts: EngineParts, patch: pytest.MonkeyPatch) -> None:
+    """When pages have been taken."""
+    original = StatePool._half
+
+    def half(self: StatePool, kind: Any) -> Any:
+        assert self._open is not None
+        fault(any(span.lane == lane_of(parts) and span.start > 0 for span in self._open.spans))
+        return original(self, kind)
+
+    patch.setattr(StatePool, "_half", half)
+
+
+def fault_in_commit(method: str, kind: str) -> Callable[[Fault, EngineParts, pytest.MonkeyPatch], None]:
+    def inject(fault: Fault, parts: EngineParts, patch: pytest.MonkeyPatch) -> None:
+        original = getattr(StatePool, method)
+
+        def commit(self: StatePool, half: Half, keep: list[int]) -> Any:
+            result = original(self, half, keep)
+            fault(half.batch.kind == kind and lane_of(parts) in [span.lane for span in half.spans])
+            return result
+
+        patch.setattr(StatePool, method, commit)
+
+    return inject
+
+
+def lane_of(parts: EngineParts) -> int:
+    return next((s.lane for s in parts.scheduler.running if s.request.id == VICTIM), -1)
+
+
+FAULTS = {
+    "begin": fault_in_begin,
+    "verify": fault_in_verify,
+    "first token": fault_in_first_token,
+    "later chunk": fault_in_later_chunk,
+    "commit of a verify span": fault_in_commit("_advanced", "decode"),
+    "commit of drafter context": fault_in_commit("_write_context", "decode"),
+    "commit of a chunk": fault_in_commit("_write_context", "prefill"),
+}
+
+
+@pytest.mark.parametrize("once", [True, False], ids=["once", "always"])
+@pytest.mark.parametrize("place", FAULTS)
+def test_only_the_lane_that_fails_alone_ends(
+    place: str,
+    once: bool,
+    parts: EngineParts,
+    prompts: list[tuple[int, ...]],
+    undisturbed: dict[str, tuple[int, ...]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fault = Fault(once)
+    FAULTS[place](fault, parts, monkeypatch)
+    run = serve(parts, three(parts, prompts))
+    assert fault.raised == 1 if once else fault.raised >= 2, "in the round, and alone"
+    if once:
+        assert run.tokens == undisturbed
+        assert set(run.reasons().values()) == {"length"}
+        return
+    assert run.reasons() == {"0": "length", VICTIM: "error", "2": "length"}
+    assert "out of memory" in (run.ends[VICTIM].error or "")
+    assert run.tokens["0"] == undisturbed["0"] and run.tokens["2"] == undisturbed["2"]
+    assert run.tokens[VICTIM] == undisturbed[VICTIM][: len(run.tokens[VICTIM])]
+    assert run.stats.requests_finished == {"length": 2, "error": 1}
+
+
+def test_a_fault_in_drafting_costs_only_speed(
+    parts: EngineParts,
+    prompts: list[tuple[int, ...]],
+    undisturbed: dict[str, tuple[int, ...]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    drafter, calls = parts.runner.drafter, []
+    assert drafter is not None
+    original = type(drafter).propose
+
+    def propose(self: Any, spans: Any, pool: Any, txn: Any) -> Any:
+        calls.append(len(spans))
+        drafts = original(self, spans, pool, txn)
+        if len(calls) % 2 == 0:
+            raise RuntimeError("drafting failed")
+        return drafts
+
+    monkeypatch.setattr(type(drafter), "propose", propose)
+    run = serve(parts, three(parts, prompts))
+    assert run.tokens == undisturbed
+    assert set(run.reasons().values()) == {"length"}
+    plain = [r for r in run.rounds if r.verify and not any(span.drafts for span in r.verify)]
+    assert len(plain) >= len(calls) // 2 > 1
+
+
+def test_drafting_and_then_verifying_fail(
+    parts: EngineParts,
+    prompts: list[tuple[int, ...]],
+    undisturbed: dict[str, tuple[int, ...]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def propose(self: Any, spans: Any, pool: Any, txn: Any) -> Any:
+        raise RuntimeError("drafting failed")
+
+    monkeypatch.setattr(type(parts.runner.drafter), "propose", propose)
+    fault_in_verify(Fault(once=False), parts, monkeypatch)
+    run = serve(parts, three(parts, prompts))
+    assert run.reasons() == {"0": "length", VICTIM: "error", "2": "length"}
+    assert run.tokens["0"] == undisturbed["0"] and run.tokens["2"] == undisturbed["2"]
+
+
+# -- arrivals and cancellations --------------------------------------------------------------------------------------------
+
+
+def test_a_request_that_cannot_fit_is_told_why(parts: EngineParts) -> None:
+    too_long = Request("9", (1,) * parts.info.max_ctx, 0.0, 1.0, 0, 0.0, 0, 1)
+    run = serve(parts, [Submit(too_long)])
+    assert run.ends["9"].finish_reason == "error"
+    assert str(parts.info.max_ctx) in (run.ends["9"].error or "")
+    assert not run.rounds
+
+
+def test_requests_that_arrive_together_begin_together(parts: EngineParts, prompts: list[tuple[int, ...]]) -> None:
+    messages: list[Message] = [Submit(request(parts, name, prompts[0], 2)) for name in ("0", "1", "2")]
+    run = serve(parts, messages, window=0.02)
+    assert len(run.rounds[0].prefill) == 3
+    assert run.waits[0] is None, "idle: wait for ever"
+    window = [wait for wait in run.waits[1:4] if wait is not None]
+    assert window == sorted(window, reverse=True), "the window opens with the first request and is not prolonged"
+    assert 0 < window[-1] < window[0] <= 0.02
+    assert set(run.waits[4:-1]) == {0.0}, "a busy engine only looks"
+    assert run.waits[-1] is None
+
+
+def test_a_busy_engine_admits_at_the_next_round(parts: EngineParts, prompts: list[tuple[int, ...]]) -> None:
+    late = Submit(request(parts, "2", prompts[1]))
+
+    def observe(run: Run) -> None:
+        if len(run.rounds) == 3:
+            run.messages.append(late)
+
+    run = serve(parts, [Submit(request(parts, "0", prompts[0], 30))], observe)
+    first = next(i for i, r in enumerate(run.rounds) if any(span.request.id == "2" for span in r.prefill))
+    assert first == 3
+    assert run.rounds[3].verify, "the lane that decodes goes on in the same round"
+
+
+def test_a_cancelled_request_frees_its_lane_within_a_round(bench: Workbench, prompts: list[tuple[int, ...]]) -> None:
+    parts = bench.parts(Case("one lane", lanes=1), {})
+
+    def observe(run: Run) -> None:
+        if len(run.rounds) == 3:
+            run.messages.append(Cancel("0"))
+
+    run = serve(parts, [Submit(request(parts, "0", prompts[0], 200)), Submit(request(parts, "2", prompts[1], 4))], observe)
+    assert run.reasons() == {"0": "cancelled", "2": "length"}
+    assert [span.request.id for span in run.rounds[3].prefill] == ["2"]
+    ended = run.ends["0"].stats
+    assert ended is not None and ended.completion_tokens == len(run.tokens["0"]) == 1 + sum(ended.keeps)
+
+
+def test_a_request_is_cancelled_while_its_prompt_is_read(bench: Workbench, prompts: list[tuple[int, ...]]) -> None:
+    parts = bench.parts(Case("one lane", lanes=1, prefill_tokens=64), {})
+
+    def observe(run: Run) -> None:
+        if len(run.rounds) == 1:
+            run.messages += [Cancel("0"), Cancel("0"), Cancel("unknown")]
+
+    run = serve(parts, [Submit(request(parts, "0", prompts[-1])), Submit(request(parts, "2", prompts[1], 4))], observe)
+    assert run.reasons() == {"0": "cancelled", "2": "length"}
+    assert run.tokens["0"] == ()
+    assert not run.rounds[0].prefill[0].final
+    assert run.rounds[1].prefill[0].request.id == "2"
+
+
+def test_stopping_cancels_what_has_not_ended(parts: EngineParts, prompts: list[tuple[int, ...]]) -> None:
+    def observe(run: Run) -> None:
+        if len(run.rounds) == 2:
+            run.messages.append(Stop())
+
+    run = serve(parts, [Submit(request(parts, str(i), prompts[0], 100)) for i in range(5)], observe)
+    assert run.reasons() == {str(i): "cancelled" for i in range(5)}
+
+
+# -- the thread -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_dead_loop_tells_every_waiting_and_every_later_request(
+    parts: EngineParts, prompts: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def plan() -> Round:
+        raise SystemError("cannot plan")
+
+    monkeypatch.setattr(parts.scheduler, "plan", plan)
+    engine = Engine(CASE.options(), parts)
+    heard: list[Emission] = []
+    for name in ("0", "1", "2", "3"):
+        try:
+            engine.submit(request(parts, name, prompts[0]), heard.append)
+        except EngineDead:
+            break
+    engine._thread.join(timeout=10)
+    assert not engine.alive()
+    assert heard and all(e.finish_reason == "error" and "cannot plan" in (e.error or "") for e in heard)
+    with pytest.raises(EngineDead, match="cannot plan"):
+        engine.submit(request(parts, "4", prompts[0]), heard.append)
+    engine.close()
+
+
+def test_a_closed_engine_has_cancelled_everything(parts: EngineParts, prompts: list[tuple[int, ...]]) -> None:
+    engine = Engine(CASE.options(), parts)
+    heard: list[Emission] = []
+    engine.submit(request(parts, "0", prompts[0], 1000), heard.append)
+    engine.close()
+    engine.close()
+    assert heard[-1].finish_reason == "cancelled"
+    with pytest.raises(EngineDead, match="closed"):
+        engine.submit(request(parts, "1", prompts[0]), heard.append)
