@@ -113,14 +113,15 @@ class Scheduler:
     def _prefill_spans(self, budget: int) -> tuple[PrefillSpan, ...]:
         spans = []
         for sequence in self.running:
-            if sequence.decoding or budget <= 0:
+            if sequence.decoding:
                 continue
             prompt, start = sequence.request.prompt, sequence.prefilled
             length = len(prompt) - start
             if length > budget:
                 # a prompt is cut only on the grid of the chunked scan, so that the cut cannot be seen in the result
-                length = max(CHUNK_SIZE, budget // CHUNK_SIZE * CHUNK_SIZE)
-                length = min(length, len(prompt) - start)
+                length = budget // CHUNK_SIZE * CHUNK_SIZE
+                if length == 0:
+                    break
             tokens = prompt[start : start + length]
             spans.append(PrefillSpan(sequence.request, sequence.lane, start, tokens, start + length == len(prompt)))
             budget -= length

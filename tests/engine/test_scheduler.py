@@ -1,0 +1,461 @@
+"""The scheduler alone: fake lanes, and a fake model whose next token is a function of the history, so that an answer proves
+that no token was lost, doubled or moved to another request."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from paceline.config import CHUNK_SIZE
+from paceline.engine.plan import PrefillSpan, Round, RoundResult, RoundTimes, VerifySpan
+from paceline.engine.scheduler import Scheduler
+from paceline.errors import InvalidRequest
+from paceline.types import Emission, Request
+
+VOCAB = 50
+STOP = 49
+MAX_CTX = 600
+BLOCK = 8
+
+
+class FakeLanes:
+    """Lanes and tokens that can be reserved; also keeps how many tokens of each lane are in state."""
+
+    def __init__(self, lanes: int, tokens: int) -> None:
+        self.total, self.free_lanes, self.reserved = tokens, list(range(lanes)), dict[int, int]()
+        self.committed: dict[int, int] = {}
+
+    def fits(self, tokens: int) -> bool:
+        return tokens <= self.total
+
+    def admit(self, tokens: int) -> int | None:
+        if not self.free_lanes or sum(self.reserved.values()) + tokens > self.total:
+            return None
+        lane = self.free_lanes.pop()
+        self.reserved[lane], self.committed[lane] = tokens, 0
+        return lane
+
+    def release(self, lane: int) -> None:
+        del self.reserved[lane], self.committed[lane]
+        self.free_lanes.append(lane)
+
+
+class FakeModel:
+    """Executes rounds. Checks what the pool would check: spans begin where the lane's state ends, and stay in its room."""
+
+    def __init__(self, lanes: FakeLanes) -> None:
+        self.lanes, self.state = lanes, dict[int, list[int]]()
+
+    def run(self, round: Round, accepted: Sequence[int]) -> RoundResult:
+        """``accepted[i]`` of span i's drafts are right (or all it has, if that is fewer)."""
+        lanes = [span.lane for span in round.verify] + [span.lane for span in round.prefill]
+        assert len(set(lanes)) == len(lanes), "two spans of a lane"
+        verify = tuple(self._verify(span, right) for span, right in zip(round.verify, accepted, strict=True))
+        return RoundResult(verify, tuple(map(self._prefill, round.prefill)), RoundTimes())
+
+    def _verify(self, span: VerifySpan, right: int) -> tuple[int, ...]:
+        assert span.start == self.lanes.committed[span.lane] == len(self.state[span.lane])
+        assert span.start + span.length <= self.lanes.reserved[span.lane]
+        history = [*self.state[span.lane], span.anchor]
+        emitted = []
+        for _ in range(min(right, span.drafts) + 1):
+            emitted.append(next_token(history))
+            history.append(emitted[-1])
+        self._commit(span.lane, history[:-1])
+        return tuple(emitted)
+
+    def _prefill(self, span: PrefillSpan) -> int | None:
+        assert span.start == self.lanes.committed[span.lane]
+        assert span.start % CHUNK_SIZE == 0 and (span.final or span.length % CHUNK_SIZE == 0), "off the grid"
+        history = [*self.state[span.lane], *span.tokens] if span.start else list(span.tokens)
+        self._commit(span.lane, history)
+        return next_token(history) if span.final else None
+
+    def _commit(self, lane: int, history: list[int]) -> None:
+        self.state[lane] = history
+        self.lanes.committed[lane] = len(history)
+
+
+def next_token(history: Sequence[int]) -> int:
+    return zlib.crc32(bytes(history)) % VOCAB
+
+
+def answer(request: Request) -> tuple[tuple[int, ...], str]:
+    """What the request must get, computed alone."""
+    history = list(request.prompt)
+    tokens: list[int] = []
+    while len(tokens) < request.max_tokens:
+        tokens.append(next_token(history))
+        history.append(tokens[-1])
+        if tokens[-1] in request.stop_ids:
+            return tuple(tokens), "stop"
+    return tuple(tokens), "length"
+
+
+def request(name: str, prompt: int = 5, max_tokens: int = 10, stops: Sequence[int] = (), speculate: bool = True) -> Request:
+    """A prompt of ``prompt`` tokens that depends on the name."""
+    tokens = tuple(zlib.crc32(f"{name} {i}".encode()) % VOCAB for i in range(prompt))
+    return Request(name, tokens, 0.0, 1.0, 0, 0.0, 0, max_tokens, frozenset(stops), speculate)
+
+
+class Bench:
+    """A scheduler, a model, and what every client has heard."""
+
+    def __init__(self, lanes: int = 3, tokens: int = 3 * MAX_CTX, budget: int = 128, block: int = BLOCK) -> None:
+        self.lanes = FakeLanes(lanes, tokens)
+        self.model = FakeModel(self.lanes)
+        self.now = 0.0
+        self.scheduler = Scheduler(
+            self.lanes, max_ctx=MAX_CTX, block_size=block, prefill_tokens=budget, clock=lambda: self.now
+        )
+        self.heard: dict[str, list[Emission]] = {}
+
+    def hear(self, emissions: Sequence[Emission]) -> None:
+        for emission in emissions:
+            past = self.heard.setdefault(emission.request_id, [])
+            assert not past or past[-1].finish_reason is None, "spoke after its end"
+            past.append(emission)
+
+    def round(self, right: int = BLOCK) -> Round:
+        self.now += 1.0
+        round = self.scheduler.plan()
+        if round:
+            self.hear(self.scheduler.apply(round, self.model.run(round, [right] * len(round.verify))))
+        return round
+
+    def finish(self, right: int = BLOCK) -> None:
+        for _ in range(10_000):
+            if self.scheduler.idle:
+                return
+            self.round(right)
+        raise AssertionError("never idle")
+
+    def tokens(self, name: str) -> tuple[int, ...]:
+        return tuple(token for emission in self.heard.get(name, []) for token in emission.tokens)
+
+    def reason(self, name: str) -> str | None:
+        past = self.heard.get(name)
+        return past[-1].finish_reason if past else None
+
+
+# -- admission -------------------------------------------------------------------------------------------------------------
+
+
+def test_first_come_first_served() -> None:
+    """A request that would fit does not overtake one that has to wait."""
+    bench = Bench(lanes=3, tokens=100)
+    for name, prompt, new in (("a", 40, 10), ("b", 60, 10), ("c", 5, 5)):
+        bench.scheduler.add(request(name, prompt, new))
+    assert [span.request.id for span in bench.round().prefill] == ["a"]
+    bench.finish()
+    assert list(bench.heard) == ["a", "b", "c"]
+
+
+def test_admission_reserves_prompt_and_answer() -> None:
+    bench = Bench(lanes=3, tokens=100)
+    bench.scheduler.add(request("a", 40, 20))
+    bench.scheduler.add(request("b", 20, 20))
+    bench.scheduler.add(request("c", 1, 1))
+    bench.round()
+    assert bench.lanes.reserved == {2: 60, 1: 40}
+    assert bench.scheduler.stats(0, 0).queued == 1
+
+
+@pytest.mark.parametrize(
+    ("prompt", "max_tokens", "numbers"),
+    [(0, 1, ["empty"]), (MAX_CTX, 1, [str(MAX_CTX)]), (MAX_CTX - 5, 6, ["595", "6", "600"]), (5, 0, ["5", "0"])],
+)
+def test_what_can_never_run_is_refused(prompt: int, max_tokens: int, numbers: list[str]) -> None:
+    bench = Bench()
+    with pytest.raises(InvalidRequest) as caught:
+        bench.scheduler.add(request("a", prompt, max_tokens))
+    assert all(number in caught.value.message for number in numbers)
+    assert bench.scheduler.idle
+
+
+def test_what_exceeds_the_pool_is_refused() -> None:
+    bench = Bench(tokens=100)
+    bench.scheduler.add(request("a", 50, 50))
+    with pytest.raises(InvalidRequest, match="101 tokens"):
+        bench.scheduler.add(request("b", 51, 50))
+
+
+# -- prompts ---------------------------------------------------------------------------------------------------------------
+
+
+def test_prompts_are_cut_on_the_grid_within_the_budget() -> None:
+    bench = Bench(lanes=2, budget=128)
+    bench.scheduler.add(request("talks", 3, 200))
+    bench.round()
+    bench.scheduler.add(request("long", 500, 5))
+    chunks = []
+    while not bench.tokens("long"):
+        chunks += [(span.start, span.length, span.final) for span in bench.round(right=0).prefill]
+    assert chunks == [(0, 128, False), (128, 128, False), (256, 128, False), (384, 116, True)]
+
+
+def test_a_budget_is_never_exceeded() -> None:
+    """What is left of it is given to the next prompt only if that can be cut there."""
+    bench = Bench(lanes=4, budget=100)
+    bench.scheduler.add(request("talks", 3, 200))
+    bench.round()
+    for name, prompt in (("a", 150), ("b", 200), ("c", 5)):
+        bench.scheduler.add(request(name, prompt, 50))
+    chunks = [[(span.request.id, span.length) for span in bench.round(right=0).prefill] for _ in range(5)]
+    assert chunks == [[("a", 64)], [("a", 86)], [("b", 64), ("c", 5)], [("b", 64)], [("b", 72)]]
+
+
+def test_an_idle_engine_reads_four_budgets() -> None:
+    bench = Bench(lanes=3, budget=64)
+    for name in ("a", "b"):
+        bench.scheduler.add(request(name, 300, 5))
+    assert [(span.request.id, span.length) for span in bench.round().prefill] == [("a", 256)]
+
+
+def test_short_prompts_share_a_round() -> None:
+    bench = Bench(lanes=3)
+    for name in ("a", "b", "c"):
+        bench.scheduler.add(request(name, 20, 5))
+    assert [span.final for span in bench.round().prefill] == [True, True, True]
+    assert all(len(bench.tokens(name)) == 1 for name in "abc")
+
+
+def test_decoding_goes_on_beside_a_prompt() -> None:
+    bench = Bench(lanes=2, budget=64)
+    bench.scheduler.add(request("talks", 3, 200))
+    bench.round()
+    bench.scheduler.add(request("long", 500, 5))
+    for _ in range(7):
+        round = bench.round(right=2)
+        assert round.prefill and [span.drafts for span in round.verify] == [BLOCK - 1]
+
+
+# -- ends ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("right", range(BLOCK))
+@pytest.mark.parametrize("max_tokens", [1, 2, 3, 8, 9, 17])
+def test_max_tokens_is_never_exceeded_nor_drafted_past(right: int, max_tokens: int) -> None:
+    bench = Bench()
+    asked = request("a", 4, max_tokens)
+    bench.scheduler.add(asked)
+    bench.finish(right)
+    assert (bench.tokens("a"), bench.reason("a")) == answer(asked)
+    stats = bench.heard["a"][-1].stats
+    assert stats is not None
+    assert 1 + sum(stats.keeps) == stats.completion_tokens == max_tokens
+    assert all(keep <= right + 1 for keep in stats.keeps)
+
+
+@pytest.mark.parametrize("right", range(BLOCK))
+def test_a_stop_inside_a_burst_drops_what_follows(right: int) -> None:
+    """Every token of the answer is tried as the stop."""
+    whole = request("a", 4, 20)
+    for stop in set(answer(whole)[0]):
+        asked = replace(whole, stop_ids=frozenset((stop,)))
+        bench = Bench()
+        bench.scheduler.add(asked)
+        bench.finish(right)
+        assert (bench.tokens("a"), bench.reason("a")) == answer(asked)
+        stats = bench.heard["a"][-1].stats
+        assert stats is not None and 1 + sum(stats.keeps) == stats.completion_tokens == len(bench.tokens("a"))
+        assert not bench.lanes.reserved
+
+
+def test_a_lane_is_free_in_the_round_after_its_request_ends() -> None:
+    bench = Bench(lanes=1)
+    bench.scheduler.add(request("a", 4, 1))
+    bench.scheduler.add(request("b", 4, 1))
+    bench.round()
+    assert bench.reason("a") == "length"
+    assert [span.request.id for span in bench.round().prefill] == ["b"]
+
+
+def test_a_request_without_speculation_gets_no_drafts() -> None:
+    bench = Bench()
+    bench.scheduler.add(request("plain", 4, 9, speculate=False))
+    bench.scheduler.add(request("fast", 4, 9))
+    bench.round()
+    assert [span.drafts for span in bench.round(right=2).verify] == [0, 7]
+    bench.finish(2)
+    assert bench.tokens("plain") == answer(request("plain", 4, 9))[0]
+
+
+def test_without_a_drafter_nothing_is_drafted() -> None:
+    bench = Bench(block=1)
+    bench.scheduler.add(request("a", 4, 9))
+    bench.round()
+    assert [span.drafts for span in bench.round().verify] == [0]
+    assert bench.scheduler.stats(0, 0).drafted == ()
+
+
+# -- cancellation ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("after", range(8))
+def test_cancel_at_every_point(after: int) -> None:
+    """Before admission, in each chunk of the prompt, between the bursts of the answer, after the end."""
+    bench = Bench(lanes=1, budget=64)
+    asked = request("a", 500, 30)
+    bench.scheduler.add(asked)
+    bench.scheduler.add(request("b", 4, 3))
+    for _ in range(after):
+        bench.round(right=7)
+    over = bench.reason("a") is not None
+    said = bench.tokens("a")
+    bench.hear(bench.scheduler.cancel("a"))
+    bench.hear(bench.scheduler.cancel("a"))
+    assert bench.reason("a") == ("length" if over else "cancelled")
+    assert bench.tokens("a") == said == answer(asked)[0][: len(said)]
+    assert over or not bench.lanes.reserved
+    bench.finish()
+    assert (bench.tokens("b"), bench.reason("b")) == answer(request("b", 4, 3))
+    stats = bench.heard["a"][-1].stats
+    assert stats is not None and stats.completion_tokens == len(said)
+
+
+def test_cancelling_what_waits_leaves_the_order() -> None:
+    bench = Bench(lanes=1)
+    for name in ("a", "b", "c"):
+        bench.scheduler.add(request(name, 4, 3))
+    bench.round()
+    assert bench.scheduler.cancel("b")[0].stats is not None
+    assert bench.scheduler.cancel("unknown") == []
+    bench.finish()
+    assert list(bench.heard) == ["a", "c"]
+
+
+def test_a_failed_request_says_why() -> None:
+    bench = Bench()
+    bench.scheduler.add(request("a"))
+    bench.round()
+    [emission] = bench.scheduler.fail("a", "out of memory")
+    assert (emission.finish_reason, emission.error, emission.tokens) == ("error", "out of memory", ())
+    assert bench.scheduler.idle and not bench.lanes.reserved
+
+
+# -- statistics ------------------------------------------------------------------------------------------------------------
+
+
+def test_statistics_of_a_request_and_of_the_engine() -> None:
+    bench = Bench(lanes=1, budget=64)
+    bench.scheduler.add(request("a", 300, 12))  # arrives at 0; two rounds of prompt, at 1 and 2
+    bench.scheduler.add(request("b", 4, 1))
+    bench.finish(right=2)  # 1 + 3 + 3 + 3 + 2: four verify rounds, at 3 … 6; then b at 7
+    stats = bench.heard["a"][-1].stats
+    assert stats is not None
+    assert (stats.prompt_tokens, stats.completion_tokens, stats.rounds, stats.keeps) == (300, 12, 4, (3, 3, 3, 2))
+    assert (stats.drafted, stats.accepted) == (7 + 7 + 4 + 1, 2 + 2 + 2 + 1)
+    assert (stats.queue_seconds, stats.prefill_seconds, stats.decode_seconds) == (1.0, 1.0, 4.0)
+    engine = bench.scheduler.stats(7, 9)
+    assert (engine.queued, engine.lanes, engine.pages_free, engine.pages_total) == (0, 0, 7, 9)
+    assert engine.requests_finished == {"length": 2}
+    assert (engine.prompt_tokens, engine.generated_tokens, engine.rounds) == (304, 13, 7)
+    assert (engine.verify_spans, engine.emitted_in_verify) == (4, 11)
+    assert engine.drafted == (4, 3, 3, 3, 2, 2, 2)
+    assert engine.accepted == (4, 3, 0, 0, 0, 0, 0)
+    assert engine.acceptance_length == 11 / 4
+
+
+# -- interleavings ---------------------------------------------------------------------------------------------------------
+
+
+class Interleavings(RuleBasedStateMachine):
+    """Requests come and go at random between rounds with random acceptances; every answer must be the one computed alone."""
+
+    @initialize(
+        lanes=st.integers(1, 4),
+        tokens=st.sampled_from([MAX_CTX, 2 * MAX_CTX, 4 * MAX_CTX]),
+        budget=st.sampled_from([64, 100, 128, 512]),
+        block=st.sampled_from([1, 2, BLOCK]),
+    )
+    def start(self, lanes: int, tokens: int, budget: int, block: int) -> None:
+        self.bench = Bench(lanes, tokens, budget, block)
+        self.asked: dict[str, Request] = {}
+        self.order: list[str] = []
+        self.cancelled: set[str] = set()
+
+    @rule(
+        prompt=st.one_of(st.integers(1, 20), st.integers(60, 330)),
+        max_tokens=st.integers(1, 40),
+        stops=st.lists(st.integers(0, VOCAB - 1), max_size=2),
+        speculate=st.booleans(),
+    )
+    def submit(self, prompt: int, max_tokens: int, stops: list[int], speculate: bool) -> None:
+        asked = request(str(len(self.asked)), prompt, max_tokens, stops, speculate)
+        self.bench.scheduler.add(asked)
+        self.asked[asked.id] = asked
+
+    @precondition(lambda self: self.asked)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.asked)))
+        if self.bench.reason(name) is None:
+            self.cancelled.add(name)
+        self.bench.hear(self.bench.scheduler.cancel(name))
+        assert self.bench.reason(name) is not None
+
+    @rule(data=st.data())
+    def round(self, data: st.DataObject) -> None:
+        bench = self.bench
+        bench.now += 1.0
+        round = bench.scheduler.plan()
+        assert bool(round) == (not bench.scheduler.idle), "somebody always gets on"
+        limit = bench.scheduler.prefill_tokens * (1 if round.verify else 4)
+        assert sum(span.length for span in round.prefill) <= limit
+        accepted = [data.draw(st.integers(0, BLOCK)) for _ in round.verify]
+        bench.hear(bench.scheduler.apply(round, bench.model.run(round, accepted)))
+        for span in round.prefill:
+            if span.start == 0:
+                self.order.append(span.request.id)
+
+    @rule(data=st.data())
+    def retried_round(self, data: st.DataObject) -> None:
+        """A round that failed and is run again lane by lane, without drafts; one lane may fail for good."""
+        bench = self.bench
+        round = bench.scheduler.plan()
+        self.order += [span.request.id for span in round.prefill if span.start == 0]
+        names = [span.request.id for span in round.verify] + [span.request.id for span in round.prefill]
+        doomed = data.draw(st.sampled_from([None, *names]))
+        singles = [Round((replace(span, drafts=0),), ()) for span in round.verify]
+        for single in (*singles, *(Round((), (span,)) for span in round.prefill)):
+            name = (single.verify or single.prefill)[0].request.id
+            if name == doomed:
+                bench.hear(bench.scheduler.fail(name, "failed"))
+                self.cancelled.add(name)
+            else:
+                bench.hear(bench.scheduler.apply(single, bench.model.run(single, [0] * len(single.verify))))
+
+    @invariant()
+    def nothing_is_lost(self) -> None:
+        if not hasattr(self, "bench"):
+            return
+        scheduler = self.bench.scheduler
+        assert [int(name) for name in self.order] == sorted(int(name) for name in self.order), "overtaken"
+        live = {sequence.lane for sequence in scheduler.running}
+        assert live == set(self.bench.lanes.reserved), "a lane leaked"
+        for name, asked in self.asked.items():
+            tokens, reason = answer(asked)
+            said = self.bench.tokens(name)
+            assert said == tokens[: len(said)]
+            if self.bench.reason(name) is not None and name not in self.cancelled:
+                assert (said, self.bench.reason(name)) == (tokens, reason)
+
+    def teardown(self) -> None:
+        if hasattr(self, "bench"):
+            self.bench.finish(3)
+            self.nothing_is_lost()
+            assert all(self.bench.reason(name) is not None for name in self.asked)
+            assert not self.bench.lanes.reserved
+            finished = self.bench.scheduler.stats(0, 0).requests_finished
+            assert sum(finished.values()) == len(self.asked)
+
+
+TestInterleavings = Interleavings.TestCase
+TestInterleavings.settings = settings(max_examples=60, stateful_step_count=30, deadline=None, derandomize=True)
