@@ -1,0 +1,445 @@
+"""The pool on tiny models whose forwards are made up: what is committed is compared with a plain list of rows per lane."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from torch import Tensor
+
+from paceline.config import CHUNK_SIZE, PAGE_SIZE, DrafterConfig, TargetConfig
+from paceline.ops.gdn import gdn_replay
+from paceline.ops.kv import read_pages, write_rows
+from paceline.state.pool import Half, SpanRows, StatePool, Txn
+from paceline.state.shapes import StateShape, kv_bytes_per_token, lane_bytes, pages_for
+from paceline.views import AttentionView
+
+BLOCK, WINDOW, MAX_CTX = 8, 20, 220
+KV, GDN, HEADS, DK, DV, TAPS = 2, 2, 2, 4, 4, 4
+HEAD_DIM = 32
+CHANNELS = 2 * DK + HEADS * DV
+HEAD_MAP = torch.zeros(HEADS, dtype=torch.long)
+
+TARGET = TargetConfig(
+    vocab_size=10,
+    hidden_size=8,
+    intermediate_size=8,
+    layer_types=("gdn", "attention", "gdn", "attention"),
+    num_heads=1,
+    num_kv_heads=1,
+    head_dim=HEAD_DIM,
+    rotary_dim=8,
+    rope_theta=1e4,
+    rms_eps=1e-6,
+    context_length=MAX_CTX,
+    conv_kernel=TAPS,
+    gdn_key_heads=1,
+    gdn_value_heads=HEADS,
+    gdn_key_dim=DK,
+    gdn_value_dim=DV,
+    head_layout="grouped",
+    tie_embeddings=True,
+)
+DRAFTER = DrafterConfig(
+    hidden_size=8,
+    intermediate_size=8,
+    num_layers=2,
+    num_heads=1,
+    num_kv_heads=1,
+    head_dim=HEAD_DIM,
+    rope_theta=1e4,
+    rms_eps=1e-6,
+    context_length=MAX_CTX,
+    block_size=BLOCK,
+    target_layer_ids=(0,),
+    mask_token_id=0,
+    sliding_window=WINDOW,
+    sliding=(True, False),
+    causal=(False, False),
+)
+SHAPE = StateShape(
+    target=TARGET,
+    drafter=DRAFTER,
+    lanes=3,
+    max_ctx=MAX_CTX,
+    pool_tokens=400,
+    cache_type_k="f32",
+    cache_type_v="q8_0",
+    draft_cache_type="f32",
+)
+
+
+def new_pool(shape: StateShape = SHAPE) -> StatePool:
+    return StatePool(shape, HEAD_MAP, torch.device("cpu"))
+
+
+class Rows:
+    """Everything that a forward would make of the tokens of one sequence, by position: random, but always the same for a
+    seed. A rejected draft is a row of another seed."""
+
+    def __init__(self, seed: int) -> None:
+        random = torch.Generator().manual_seed(seed)
+
+        def values(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=random)
+
+        self.kv = values(2, KV, MAX_CTX, 1, HEAD_DIM)
+        self.context = values(2, 2, MAX_CTX, 1, HEAD_DIM)
+        self.raw = values(GDN, MAX_CTX, CHANNELS)
+        self.k, self.d = values(GDN, MAX_CTX, 1, DK), values(GDN, MAX_CTX, HEADS, DV)
+        self.g = -values(GDN, MAX_CTX, HEADS).abs()
+        self.states = values(GDN, MAX_CTX, HEADS, DK, DV)
+
+
+JUNK = Rows(-1)
+
+
+@dataclass
+class Sequence:
+    """What a lane must hold. The first ``prompt`` tokens are prefilled, the others decoded."""
+
+    rows: Rows
+    total: int
+    prompt: int
+    committed: int = 0
+    state: Tensor = field(default_factory=lambda: torch.zeros(GDN, HEADS, DK, DV))
+
+    def commit(self, keep: int, prefill: bool) -> None:
+        """Token by token."""
+        for position in range(self.committed, self.committed + keep):
+            at = slice(position, position + 1)
+            gdn_replay(self.state, self.rows.k[:, at], self.rows.d[:, at], self.rows.g[:, at], HEAD_MAP)
+        self.committed += keep
+        if prefill:
+            self.state = self.rows.states[:, self.committed - 1].clone()
+
+    def history(self) -> Tensor:
+        padded = torch.cat((torch.zeros(GDN, TAPS - 1, CHANNELS), self.rows.raw[:, : self.committed]), dim=1)
+        return padded[:, -(TAPS - 1) :]
+
+
+def forward(half: Half | None, sequences: dict[int, Sequence], right: dict[int, int]) -> None:
+    """Fill a half's views; of lane l the first ``right[l]`` rows are the sequence's own, the others another's."""
+    if half is None:
+        return
+
+    def pick(take: Callable[[Rows], Tensor], dim: int = 0) -> Tensor:
+        parts = []
+        for span in half.spans:
+            own = slice(span.start, span.start + right[span.lane])
+            other = slice(own.stop, span.start + span.length)
+            parts += [take(sequences[span.lane].rows)[own], take(JUNK)[other]]
+        return torch.cat(parts, dim)
+
+    attention = gdn = 0
+    for view in half.target.layers:
+        if isinstance(view, AttentionView):
+            for side, cache in enumerate((view.k, view.v)):
+                write_rows(cache, view.slots, pick(lambda rows, at=(side, attention): rows.kv[at]))  # type: ignore[misc]
+            attention += 1
+            continue
+        raw = pick(lambda rows, layer=gdn: rows.raw[layer])  # type: ignore[misc]
+        if half.batch.kind == "decode":
+            logs = [
+                pick(lambda rows, name=name, layer=gdn: getattr(rows, name)[layer])  # type: ignore[misc]
+                for name in ("k", "d", "g")
+            ]
+            view.log(raw, *logs)
+        else:
+            ends = [sequences[span.lane].rows.states[gdn, span.start + span.length - 1] for span in half.spans]
+            view.advance(raw, torch.stack(ends))
+        gdn += 1
+    for layer, context in enumerate(half.context):
+        context.stage(
+            pick(lambda rows, at=(0, layer): rows.context[at]),  # type: ignore[misc]
+            pick(lambda rows, at=(1, layer): rows.context[at]),  # type: ignore[misc]
+        )
+
+
+def draft(pool: StatePool, txn: Txn) -> None:
+    """Write a block behind the context of each drafting lane."""
+    if not any(span.drafting for span in txn.spans):
+        return
+    batch, views = pool.draft_block(txn)
+    for view in views:
+        for cache in (view.k, view.v):
+            write_rows(cache, view.slots, torch.randn(batch.num_rows, 1, HEAD_DIM))
+
+
+def stored(values: Tensor, like: Any) -> Tensor:
+    """Values [N, heads, D] as they read back from a cache of the same type."""
+    pages = pages_for(len(values)) or 1
+    scale = None if like.scale is None else like.scale[:1].repeat(pages, 1, 1, 1)
+    cache = replace(like, data=like.data[:1].repeat(pages, 1, 1, 1), scale=scale)
+    write_rows(cache, torch.arange(len(values)), values)
+    return read_pages(cache, torch.arange(pages)).flatten(0, 1)[: len(values)]
+
+
+def assert_holds(pool: StatePool, lane: int, sequence: Sequence) -> None:
+    """The lane's committed state is the sequence's, to the bit, as the next round's forwards would see it."""
+    n, rows = sequence.committed, sequence.rows
+    assert pool.committed(lane) == n
+    assert torch.equal(pool.gdn[:, lane], sequence.state)
+    assert torch.equal(pool.history[:, lane], sequence.history())
+    if n == sequence.total or n < sequence.prompt:
+        return
+    txn = pool.begin([SpanRows(lane, n, 1, "decode", drafting=True)])
+    assert txn.decode is not None
+    layer = 0
+    for view in txn.decode.target.layers:
+        if isinstance(view, AttentionView):
+            for side, cache in enumerate((view.k, view.v)):
+                read = read_pages(cache, view.page_table[0]).flatten(0, 1)[:n]
+                assert torch.equal(read, stored(rows.kv[side, layer, :n], cache))
+            layer += 1
+    for layer, view in enumerate(pool.draft_block(txn)[1]):
+        first = max(0, n - WINDOW + 1) if DRAFTER.sliding[layer] else 0
+        for side, cache in enumerate((view.k, view.v)):
+            read = read_pages(cache, view.page_table[0]).flatten(0, 1)[first:n]
+            assert torch.equal(read, rows.context[side, layer, first:n])
+    pool.abort(txn)
+
+
+# -- one round -------------------------------------------------------------------------------------------------------------
+
+
+def prefilled(pool: StatePool, prompt: int, seed: int = 1, total: int = MAX_CTX - BLOCK) -> tuple[int, Sequence]:
+    lane = pool.admit(total)
+    assert lane is not None
+    sequence = Sequence(Rows(seed), total, prompt)
+    run(pool, {lane: sequence}, [SpanRows(lane, 0, prompt, "prefill")], {lane: prompt})
+    return lane, sequence
+
+
+def run(pool: StatePool, sequences: dict[int, Sequence], spans: list[SpanRows], keep: dict[int, int]) -> None:
+    txn = pool.begin(spans)
+    draft(pool, txn)
+    for half in (txn.decode, txn.prefill):
+        forward(half, sequences, keep)
+    pool.commit(txn, [keep[span.lane] for span in spans])
+    for span in spans:
+        sequences[span.lane].commit(keep[span.lane], span.kind == "prefill")
+    pool.check()
+
+
+@pytest.mark.parametrize("keep", range(1, BLOCK + 1))
+@pytest.mark.parametrize("prompt", [8, 9, 14, 15, 16, 17, 64, 100])
+def test_a_kept_span_is_as_if_stepped(prompt: int, keep: int) -> None:
+    """Page edges fall before, on and behind the last kept row; rejected rows leave nothing behind."""
+    pool = new_pool()
+    lane, sequence = prefilled(pool, prompt)
+    run(pool, {lane: sequence}, [SpanRows(lane, prompt, BLOCK, "decode", drafting=True)], {lane: keep})
+    assert_holds(pool, lane, sequence)
+    stepped_pool = new_pool()
+    other, stepped = prefilled(stepped_pool, prompt)
+    for position in range(prompt, prompt + keep):
+        run(stepped_pool, {other: stepped}, [SpanRows(other, position, 1, "decode")], {other: 1})
+    assert torch.equal(pool.gdn[:, lane], stepped_pool.gdn[:, other])
+    assert torch.equal(pool.history[:, lane], stepped_pool.history[:, other])
+    assert pool.allocator.free == stepped_pool.allocator.free
+    run(pool, {lane: sequence}, [SpanRows(lane, prompt + keep, BLOCK, "decode")], {lane: BLOCK})
+    assert_holds(pool, lane, sequence)
+
+
+def committed_bytes(pool: StatePool) -> list[Tensor]:
+    """Everything that a lane may read, except what lies behind its tokens."""
+    return [pool.gdn.clone(), pool.history.clone()]
+
+
+@pytest.mark.parametrize("method", ["_advanced", "_write_context", "_reserve", "_half"])
+def test_a_failed_round_changes_nothing(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fault in the second half of begin or commit, when the first has been computed; then the round is run again."""
+    pool = new_pool()
+    sequences = dict([prefilled(pool, 70, seed=1, total=100), prefilled(pool, 64, seed=2, total=160)])
+    (first, one), (second, two) = sequences.items()
+    two.prompt = 130
+    spans = [SpanRows(first, 70, 5, "decode", drafting=True), SpanRows(second, 64, 66, "prefill")]
+    before, free = committed_bytes(pool), pool.allocator.free
+    calls = 0
+    original = getattr(StatePool, method)
+
+    def faulty(self: StatePool, *arguments: Any) -> Any:
+        nonlocal calls
+        result = original(self, *arguments)
+        calls += 1
+        if calls == 2:
+            raise MemoryError("out of memory")
+        return result
+
+    monkeypatch.setattr(StatePool, method, faulty)
+    with pytest.raises(MemoryError):
+        txn = pool.begin(spans)
+        try:
+            draft(pool, txn)
+            forward(txn.decode, sequences, {first: 3})
+            forward(txn.prefill, sequences, {second: 66})
+            pool.commit(txn, [3, 66])
+        except MemoryError:
+            pool.abort(txn)
+            raise
+    monkeypatch.undo()
+    pool.check()
+    assert pool.allocator.free == free
+    assert all(torch.equal(a, b) for a, b in zip(before, committed_bytes(pool), strict=True))
+    assert_holds(pool, first, one)
+    run(pool, sequences, spans, {first: 3, second: 66})
+    assert_holds(pool, first, one)
+    assert_holds(pool, second, two)
+
+
+def test_commit_refuses_what_cannot_be_meant() -> None:
+    pool = new_pool()
+    lane, sequence = prefilled(pool, 64)
+    txn = pool.begin([SpanRows(lane, 64, 4, "decode")])
+    forward(txn.decode, {lane: sequence}, {lane: 4})
+    for keep in (0, 5):
+        with pytest.raises(AssertionError, match="keep outside"):
+            pool.commit(txn, [keep])
+    with pytest.raises(AssertionError, match="a transaction is open"):
+        pool.begin([])
+    with pytest.raises(AssertionError, match="release inside"):
+        pool.release(lane)
+    pool.abort(txn)
+    with pytest.raises(AssertionError, match="not the open transaction"):
+        pool.commit(txn, [1])
+    for start in (63, 65):
+        with pytest.raises(AssertionError, match="lane committed 64"):
+            pool.begin([SpanRows(lane, start, 1, "decode")])
+    pool.check()
+    txn = pool.begin([SpanRows(lane, 64, 4, "prefill")])
+    with pytest.raises(AssertionError, match="prompt rows are always kept"):
+        pool.commit(txn, [3])
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda pool, lane: pool.allocator.take(1), "lost"),
+        (lambda pool, lane: pool._lanes[lane].pages.__setitem__(0, pool._lanes[lane].pages[1]), "two owners"),
+        (lambda pool, lane: setattr(pool._lanes[lane], "committed", 3), "do not cover"),
+        (lambda pool, lane: setattr(pool._lanes[lane], "reserved", 1), "outgrew"),
+        (lambda pool, lane: pool._free_lanes.pop(), "a lane is lost"),
+        (lambda pool, lane: pool.begin([SpanRows(lane, 64, 1, "decode")]), "is open"),
+    ],
+)
+def test_check_sees_damage(damage: Callable[[StatePool, int], Any], message: str) -> None:
+    pool = new_pool()
+    lane, _ = prefilled(pool, 64)
+    pool.check()
+    damage(pool, lane)
+    with pytest.raises(AssertionError, match=message):
+        pool.check()
+
+
+def test_a_new_lane_is_empty_and_a_full_pool_admits_nobody() -> None:
+    pool = new_pool()
+    lane, _ = prefilled(pool, 64)
+    pool.release(lane)
+    assert pool.admit(50) == lane and pool.committed(lane) == 0
+    assert not pool.gdn[:, lane].any() and not pool.history[:, lane].any()
+    assert pool.fits(392) and not pool.fits(393), "25 pages of 16, less one block"
+    assert pool.admit(393 - 64) is None, "reserved pages count, not owned ones"
+    assert pool.admit(320) is not None
+    assert pool.admit(1) is None
+
+
+def test_sizes_are_what_is_allocated() -> None:
+    pool = new_pool()
+
+    def size(tensors: list[Any]) -> int:
+        parts = [part for t in tensors for part in (t.data, t.scale) if part is not None]
+        return sum(part.nbytes for part in parts)
+
+    paged = size([*pool.k, *pool.v, pool.draft_k[1], pool.draft_v[1]])
+    assert paged == kv_bytes_per_token(SHAPE) * (SHAPE.pages + 1) * PAGE_SIZE
+    rings = size([pool.draft_k[0], pool.draft_v[0]]) * SHAPE.lanes * SHAPE.ring_pages // (SHAPE.lanes * SHAPE.ring_pages + 1)
+    assert lane_bytes(SHAPE) * SHAPE.lanes == pool.gdn.nbytes + pool.history.nbytes + rings
+    assert SHAPE.ring_pages * PAGE_SIZE >= WINDOW + BLOCK
+
+
+# -- any order of events ---------------------------------------------------------------------------------------------------
+
+
+class Pool(RuleBasedStateMachine):
+    """Lanes come and go; rounds with any mix of spans are committed, aborted, or fail in their commit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = new_pool()
+        self.sequences: dict[int, Sequence] = {}
+        self.serial = 0
+
+    @rule(total=st.integers(1, MAX_CTX - BLOCK), data=st.data())
+    def admit(self, total: int, data: st.DataObject) -> None:
+        room = SHAPE.pages - sum(pages_for(s.total + BLOCK) for s in self.sequences.values())
+        lane = self.pool.admit(total)
+        assert (lane is not None) == (len(self.sequences) < SHAPE.lanes and pages_for(total + BLOCK) <= room)
+        if lane is not None:
+            assert lane not in self.sequences
+            self.serial += 1
+            prompt = data.draw(st.integers(1, total), label="prompt")
+            self.sequences[lane] = Sequence(Rows(self.serial), total, prompt)
+
+    @precondition(lambda self: self.sequences)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        lane = data.draw(st.sampled_from(sorted(self.sequences)))
+        self.pool.release(lane)
+        del self.sequences[lane]
+
+    @precondition(lambda self: any(s.committed < s.total for s in self.sequences.values()))
+    @rule(data=st.data(), end=st.sampled_from(["commit", "commit", "commit", "abort at once", "abort", "fault"]))
+    def round(self, data: st.DataObject, end: str) -> None:
+        live = sorted(lane for lane, s in self.sequences.items() if s.committed < s.total)
+        lanes = data.draw(st.lists(st.sampled_from(live), min_size=1, unique=True), label="lanes")
+        spans = [self._span(lane, data) for lane in lanes]
+        keep = {span.lane: self._keep(span, data) for span in spans}
+        txn = self.pool.begin(spans)
+        if end != "abort at once":
+            draft(self.pool, txn)
+            for half in (txn.decode, txn.prefill):
+                forward(half, self.sequences, keep)
+        if end == "fault":
+            with pytest.MonkeyPatch.context() as patch, pytest.raises(MemoryError):
+                patch.setattr(StatePool, "_write_context", _out_of_memory)
+                self.pool.commit(txn, [keep[span.lane] for span in spans])
+        if end != "commit":
+            self.pool.abort(txn)
+            return
+        self.pool.commit(txn, [keep[span.lane] for span in spans])
+        for span in spans:
+            self.sequences[span.lane].commit(keep[span.lane], span.kind == "prefill")
+
+    def _span(self, lane: int, data: st.DataObject) -> SpanRows:
+        sequence = self.sequences[lane]
+        start = sequence.committed
+        if start < sequence.prompt:
+            rest = sequence.prompt - start
+            length = data.draw(st.sampled_from([*range(CHUNK_SIZE, rest, CHUNK_SIZE), rest]), label="chunk")
+            return SpanRows(lane, start, length, "prefill")
+        length = data.draw(st.integers(1, min(BLOCK, sequence.total - start)), label="rows")
+        return SpanRows(lane, start, length, "decode", drafting=length > 1)
+
+    def _keep(self, span: SpanRows, data: st.DataObject) -> int:
+        return span.length if span.kind == "prefill" else data.draw(st.integers(1, span.length), label="keep")
+
+    @invariant()
+    def holds(self) -> None:
+        self.pool.check()
+        for lane, sequence in self.sequences.items():
+            assert_holds(self.pool, lane, sequence)
+        self.pool.check()
+
+
+def _out_of_memory(self: StatePool, half: Half, keep: list[int]) -> None:
+    raise MemoryError("out of memory")
+
+
+TestPool = Pool.TestCase
+TestPool.settings = settings(max_examples=40, stateful_step_count=25, deadline=None, derandomize=True)
