@@ -20,7 +20,7 @@ from paceline.state.pool import Half, SpanRows, StatePool, Txn
 from paceline.state.shapes import StateShape, kv_bytes_per_token, lane_bytes, pages_for
 from paceline.views import AttentionView
 
-BLOCK, WINDOW, MAX_CTX = 8, 20, 220
+BLOCK, WINDOW, MAX_CTX = 8, 60, 220
 KV, GDN, HEADS, DK, DV, TAPS = 2, 2, 2, 4, 4, 4
 HEAD_DIM = 32
 CHANNELS = 2 * DK + HEADS * DV
