@@ -97,7 +97,16 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=6.0)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/intrusion-cpu.json"))
     arguments = parser.parse_args()
-    command = [sys.executable, "-m", "paceline", "serve", "--port", str(arguments.port), "--max-concurrency", str(CLIENTS)]
+    command = [
+        sys.executable,
+        "-m",
+        "paceline.cli",
+        "serve",
+        "--port",
+        str(arguments.port),
+        "--max-concurrency",
+        str(CLIENTS),
+    ]
     server = subprocess.Popen(command)
     try:
         url = f"http://127.0.0.1:{arguments.port}"

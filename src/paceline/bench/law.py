@@ -89,7 +89,11 @@ class Workbench:
         target = loaded.runner.target
         drafter = self._drafter(case, loaded, references) if case.speculation else None
         config = drafter.model.config if isinstance(drafter, DFlashDrafter) else None
-        pool = StatePool(plan_state(options, target.config, config), key_head_of(target.config), loaded.runner.pool.device)
+        pool = StatePool(
+            plan_state(options, target.config, config),
+            key_head_of(target.config),
+            loaded.runner.pool.device,
+        )
         scheduler = Scheduler(
             pool,
             max_ctx=MAX_CTX,
@@ -97,7 +101,7 @@ class Workbench:
             prefill_tokens=case.prefill_tokens,
             clock=time.monotonic,
         )
-        arithmetic = describe(options, resolve_dtype(case.dtype))
+        arithmetic = describe(options)
         info = replace(loaded.info, arithmetic=arithmetic, fingerprint=fingerprint(arithmetic), max_concurrency=case.lanes)
         return EngineParts(Runner(target, drafter, pool), scheduler, info)
 

@@ -60,7 +60,7 @@ class Case:
         )
 
     def fingerprint(self) -> str:
-        return fingerprint(describe(self.options(), resolve_dtype(self.dtype)))
+        return fingerprint(describe(self.options()))
 
 
 def table() -> list[Case]:

@@ -19,7 +19,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 def resolve_device(name: str) -> torch.device:
     if name not in ("auto", "cpu"):
         raise ConfigError(
-            f"device must be 'auto' or 'cpu', got {name!r}: other devices are not supported yet", param="device"
+            f"device must be 'auto' or 'cpu', got {name!r}: there are no kernels for other devices yet", param="device"
         )
     return torch.device("cpu")
 
@@ -31,25 +31,23 @@ def resolve_dtype(name: str) -> torch.dtype:
     return torch.bfloat16 if torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported() else torch.float32
 
 
-def describe(options: EngineOptions, dtype: torch.dtype) -> str:
+def describe(options: EngineOptions) -> str:
     """One line with exactly what the fingerprint covers. What is not in it may not matter."""
-    native = "+".join(
-        name
-        for name, supported in (
-            ("avx512_bf16", torch.cpu._is_avx512_bf16_supported()),
-            ("amx", torch.cpu._is_amx_tile_supported()),
-        )
-        if supported
-    )
     parts = {
-        "device": f"cpu {platform.machine()} {_vendor()} {torch.backends.cpu.get_cpu_capability()} {native}".strip(),
-        "dtype": str(dtype).removeprefix("torch."),
+        "device": _cpu(),
+        "dtype": str(resolve_dtype(options.dtype)).removeprefix("torch."),
         "k": options.cache_type_k,
         "v": options.cache_type_v,
         "torch": torch.__version__,
         "kernels": str(KERNEL_TABLE),
     }
     return "; ".join(f"{name}={value}" for name, value in parts.items())
+
+
+def _cpu() -> str:
+    supported = {"avx512_bf16": torch.cpu._is_avx512_bf16_supported(), "amx": torch.cpu._is_amx_tile_supported()}
+    native = "+".join(name for name, there in supported.items() if there)
+    return f"cpu {platform.machine()} {_vendor()} {torch.backends.cpu.get_cpu_capability()} {native}".strip()
 
 
 def fingerprint(arithmetic: str) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from paceline.config import DEMO_DRAFTER, DEMO_TARGET, DrafterConfig, EngineOptions, TargetConfig
 from paceline.engine.arithmetic import describe, fingerprint, resolve_device, resolve_dtype
@@ -19,7 +20,7 @@ from paceline.engine.window import effective_drafter, window_line
 from paceline.models.dflash import DFlash
 from paceline.models.qwen35 import Qwen35, key_head_of
 from paceline.state.pool import StatePool
-from paceline.state.shapes import kv_bytes_per_token, lane_bytes
+from paceline.state.shapes import StateShape, kv_bytes_per_token, lane_bytes
 from paceline.types import EngineInfo
 from paceline.weights.load import Checkpoint, check_pair, fill, open_drafter, open_target
 
@@ -49,18 +50,19 @@ def build(options: EngineOptions, drafter: Drafter | None = None) -> EngineParts
     started = time.perf_counter()
     if options.threads:
         torch.set_num_threads(options.threads)
-    device, dtype = resolve_device(options.device), resolve_dtype(options.dtype)
+    device = resolve_device(options.device)
+    dtype = resolve_dtype(options.dtype)
     target_path, drafter_path = resolve_paths(options)
     target_file = open_target(target_path)
     drafter_file = open_drafter(drafter_path) if drafter_path and drafter is None else None
     drafter_config = _check_drafter(options, target_file, drafter_file)
-    shape = plan_state(options, target_file.config, drafter_config)
 
     target = Qwen35(target_file.config, dtype)
+    model = DFlash(drafter_config, dtype) if drafter_config else None
+    shape = plan_state(options, target_file.config, drafter_config, _bytes(target) + _bytes(model))
     fill(target, target_file, device)
     target.finish(shape.max_ctx + shape.draft_rows)
-    if drafter_file is not None and drafter_config is not None:
-        model = DFlash(drafter_config, dtype)
+    if model is not None and drafter_file is not None:
         fill(model, drafter_file, device)
         model.finish(shape.max_ctx + shape.draft_rows)
         drafter = DFlashDrafter(model, target)
@@ -69,7 +71,7 @@ def build(options: EngineOptions, drafter: Drafter | None = None) -> EngineParts
     scheduler = Scheduler(
         pool, max_ctx=shape.max_ctx, block_size=block_size, prefill_tokens=options.prefill_tokens, clock=time.monotonic
     )
-    arithmetic = describe(options, dtype)
+    arithmetic = describe(options)
     info = EngineInfo(
         model_name=options.model_name or target_path.stem,
         target_path=str(target_path),
@@ -84,7 +86,17 @@ def build(options: EngineOptions, drafter: Drafter | None = None) -> EngineParts
         block_size=block_size if drafter else None,
         speculation=drafter is not None,
     )
-    log.info("arithmetic %s: %s", info.fingerprint, arithmetic)
+    _log_start(info, shape, time.perf_counter() - started)
+    return EngineParts(Runner(target, drafter, pool), scheduler, info)
+
+
+def _bytes(module: nn.Module | None) -> int:
+    """Bytes that a module's parameters will take once they are loaded."""
+    return sum(parameter.nbytes for parameter in module.parameters()) if module else 0
+
+
+def _log_start(info: EngineInfo, shape: StateShape, seconds: float) -> None:
+    log.info("arithmetic %s: %s", info.fingerprint, info.arithmetic)
     log.info(
         "%d lanes x %d tokens of context; K/V pool %d tokens, %.1f MiB; %.1f MiB of state per lane",
         shape.lanes,
@@ -93,8 +105,7 @@ def build(options: EngineOptions, drafter: Drafter | None = None) -> EngineParts
         shape.pool_tokens * kv_bytes_per_token(shape) / 2**20,
         lane_bytes(shape) / 2**20,
     )
-    log.info("loaded %s in %.1f s", info.model_name, time.perf_counter() - started)
-    return EngineParts(Runner(target, drafter, pool), scheduler, info)
+    log.info("loaded %s in %.1f s", info.model_name, seconds)
 
 
 def _check_drafter(

@@ -10,16 +10,22 @@ from paceline.errors import ConfigError
 from paceline.state.shapes import StateShape, kv_bytes_per_token, lane_bytes
 
 _CPU_SHARE = 0.5
-"""Share of the free memory that state may take on a CPU, where everybody else's programs live too."""
+"""Share of the free memory that weights and state may take on a CPU, where everybody else's programs live too."""
 _MIN_CTX = 256
 
 
-def plan_state(options: EngineOptions, target: TargetConfig, drafter: DrafterConfig | None) -> StateShape:
+def plan_state(
+    options: EngineOptions,
+    target: TargetConfig,
+    drafter: DrafterConfig | None,
+    weight_bytes: int = 0,
+) -> StateShape:
     """The largest context up to the model's that ``max_concurrency`` lanes can have at once, or what the options say.
 
-    Raises ``ConfigError`` with both numbers when an explicit choice does not fit.
+    ``weight_bytes`` is what the weights, which are not loaded yet, will take. Raises ``ConfigError`` with both numbers when
+    an explicit choice does not fit.
     """
-    budget = int(_CPU_SHARE * _free_memory())
+    budget = max(0, int(_CPU_SHARE * _free_memory()) - weight_bytes)
     wanted = options.max_ctx or target.context_length
     if wanted > target.context_length:
         raise ConfigError(f"max_ctx {wanted} exceeds the model's context of {target.context_length}", param="max_ctx")
@@ -40,7 +46,12 @@ def plan_state(options: EngineOptions, target: TargetConfig, drafter: DrafterCon
     )
 
 
-def _shape(options: EngineOptions, target: TargetConfig, drafter: DrafterConfig | None, max_ctx: int) -> StateShape:
+def _shape(
+    options: EngineOptions,
+    target: TargetConfig,
+    drafter: DrafterConfig | None,
+    max_ctx: int,
+) -> StateShape:
     shape = StateShape(
         target=target,
         drafter=drafter,

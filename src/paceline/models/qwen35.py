@@ -40,12 +40,14 @@ class Qwen35(nn.Module):
 
     def finish(self, max_positions: int) -> None:
         """After loading: pack the products and make the rotary table for positions below ``max_positions``."""
-        if self.config.tie_embeddings:
+        config, device = self.config, self.embed_tokens.weight.device
+        if config.tie_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
         for module in self.modules():
             if isinstance(module, Linear):
                 module.pack()
-        config, device = self.config, self.embed_tokens.weight.device
+            elif isinstance(module, GatedDeltaNet):
+                module.head_map = module.head_map.to(device)
         self.rope = RopeTable(max_positions, config.rotary_dim, config.rope_theta, config.rope_scaling, device)
 
     def forward(
