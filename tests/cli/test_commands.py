@@ -1,0 +1,143 @@
+"""The commands themselves, in this process, on the demo pair."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+import paceline.selfcheck
+from paceline.cli import demo, main, selfcheck
+from paceline.config import DEMO_DRAFTER, DEMO_TARGET
+from paceline.selfcheck import Outcome
+from paceline.types import Emission, EngineStats, Request
+from paceline.weights.load import open_target
+
+QUESTION = "Tom has 3 boxes with 4 pencils each. How many pencils does he have?"
+
+
+def output(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) -> str:
+    capsys.readouterr()
+    assert main(list(arguments)) == status
+    return capsys.readouterr().out
+
+
+def test_help_and_version_need_no_torch() -> None:
+    program = (
+        "import sys; from paceline.cli import main; main(sys.argv[1:]); assert not {'torch', 'fastapi'} & set(sys.modules)"
+    )
+    for arguments, expected in ((["serve", "--help"], "--max-concurrency"), (["--version"], "paceline"), ([], "selfcheck")):
+        ended = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=20)
+        assert (ended.returncode, ended.stderr) == (0, "")
+        assert expected in ended.stdout
+
+
+def test_generate_gives_the_same_text_with_and_without_speculation(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["generate", QUESTION, "--max-tokens", "24", "--seed", "7"]
+    text = output(capsys, *arguments)
+    assert len(text) > 20
+    assert output(capsys, *arguments, "--no-speculation") == text
+
+
+def test_generate_answers_several_prompts_in_order(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = [output(capsys, "generate", text, "-n", "8", "--temperature", "0") for text in (QUESTION, "Hello")]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hello"))
+    together = output(capsys, "generate", QUESTION, "--prompt-file", "-", "-n", "8", "--temperature", "0")
+    assert together == f"[1/2] {QUESTION}\n{alone[0]}[2/2] Hello\n{alone[1]}"
+
+
+def test_generate_reports_figures_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "def add(a, b):", "-n", "8", "--temperature", "0", "--seed", "11", "--raw"]) == 0
+    figures = capsys.readouterr().err
+    assert all(part in figures for part in ("+ 8 tokens", "acceptance length", "seed 11", "finish length"))
+
+
+def test_generate_stops_at_a_stop_string(capsys: pytest.CaptureFixture[str]) -> None:
+    text = output(capsys, "generate", QUESTION, "-n", "24", "--temperature", "0").strip()
+    cut = text[5:8]
+    assert (
+        output(capsys, "generate", QUESTION, "-n", "24", "--temperature", "0", "--stop", cut)
+        == text[: text.index(cut)] + "\n"
+    )
+
+
+def test_inspect_shows_the_demo_pair(capsys: pytest.CaptureFixture[str]) -> None:
+    target, drafter = output(capsys, "inspect", "demo").split("\n\n")
+    for part in ("qwen35", str(DEMO_TARGET), "8,192", "16,384", "IQ4_XS", "6 Gated DeltaNet", "chat template:  yes", "q8_0"):
+        assert part in target
+    for part in ("dflash", str(DEMO_DRAFTER), "DFlash2, block 8", "1, 3, 5", "2048", "Q8_0", "rank 128"):
+        assert part in drafter
+    assert "cannot be run" not in target + drafter
+
+
+def test_selfcheck_passes_on_this_machine(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    cases = paceline.selfcheck.all_cases()[:2]
+    monkeypatch.setattr(paceline.selfcheck, "all_cases", lambda: cases)
+    shown = output(capsys, "selfcheck")
+    assert shown.count("  ok  ") == len(cases) + 3
+    assert all(case.name in shown for case in cases)
+    assert shown.splitlines()[-1].startswith("OK: ")
+
+
+def test_selfcheck_fails_when_an_operation_or_the_pair_does(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failure = Outcome("linear", 0.1, "item 3 in a batch of 5 under 2 thread(s): output 0 differs in 7 of 9 values")
+
+    def run_all(report: Callable[[Outcome], None], cases: list[Any]) -> list[Outcome]:
+        report(failure)
+        return [failure]
+
+    monkeypatch.setattr(paceline.selfcheck, "run_all", run_all)
+    monkeypatch.setattr(selfcheck, "_tokens", lambda dtype, speculation, lanes: [[1, 2 + (lanes == 3 and speculation)]])
+    shown = output(capsys, "selfcheck", status=1)
+    assert "FAIL linear" in shown and "item 3" in shown
+    assert shown.count("  ok  ") == 2 and "FAIL speculation on, 3 lanes" in shown
+    assert shown.splitlines()[-1].startswith("FAILED: 2 ")
+
+
+def test_demo_runs_twice_and_compares(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "PER_SUITE", 2)  # more prompts than lanes
+    monkeypatch.setattr(demo, "MAX_TOKENS", 8)
+    shown = output(capsys, "demo")
+    for part in (
+        "goodput",
+        "output-window throughput",
+        "median TTFT",
+        "acceptance length",
+        "Tokens identical: yes",
+        "of 8 requests",
+    ):
+        assert part in shown
+    assert shown.count("first after") == 2 * 8
+    assert "\x1b" not in shown
+
+
+def test_demo_fails_when_tokens_differ(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(console: Console, speculation: bool) -> demo.Run:
+        return demo.Run([[1, 2], [3, 4 + speculation]], 1.0, 1.0, 1.0, 1.0, "fp")
+
+    monkeypatch.setattr(demo, "_run", run)
+    assert "Tokens identical: NO, 1 of 2 requests differ" in output(capsys, "demo", status=1)
+
+
+def test_the_live_table_shows_lanes_tokens_and_acceptance() -> None:
+    request = Request("0", (1, 2), 0.0, 1.0, 0, 0.0, 0, 10)
+    running, waiting = demo.Job("code", "Write [bold]code[/bold]", request), demo.Job("gsm", "A sum", request)
+    tokenizer = open_target(DEMO_TARGET).tokenizer()
+    words = tokenizer.encode("return the sum")
+    running.take(Emission("0", tuple(words[:1])), now=1.0)
+    running.take(Emission("0", tuple(words[1:])), now=2.0)
+    console = Console(width=100, record=True, file=io.StringIO())
+    stats = EngineStats(lanes=1, generated_tokens=len(words), verify_spans=1, emitted_in_verify=len(words) - 1)
+    console.print(demo._lanes([running, waiting], stats, tokenizer, speculation=True))
+    shown = console.export_text()
+    assert f"with speculation: 1 of 6 lanes, {len(words)} tokens, acceptance length {len(words) - 1:.2f}" in shown
+    assert "[bold]code[/bold]" in shown and "return the sum" in shown and "A sum" in shown

@@ -1,0 +1,185 @@
+"""What a user can get wrong: one clear line on stderr each, an exit status, and never a traceback."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+
+from paceline.cli import main
+from paceline.config import DEMO_DRAFTER, DEMO_TARGET
+
+Change = Callable[[gguf.GGUFReader], None]
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+    """Exit status and the one line that was written."""
+    capsys.readouterr()
+    status = main(list(arguments))
+    captured = capsys.readouterr()
+    line, end, rest = captured.err.partition("\n")
+    assert (captured.out, end, rest) == ("", "\n", "")
+    assert line.startswith("error: ")
+    return status, line
+
+
+def changed(path: Path, original: Path, change: Change) -> str:
+    """A copy of a GGUF file with something changed in place."""
+    path.write_bytes(original.read_bytes())
+    reader = gguf.GGUFReader(path, "r+")
+    change(reader)
+    reader.data.flush()
+    return str(path)
+
+
+def set_value(key: str, index: int, value: Any) -> Change:
+    def change(reader: gguf.GGUFReader) -> None:
+        field = reader.get_field(key)
+        assert field is not None
+        field.parts[field.data[index]][0] = value
+
+    return change
+
+
+def spoil_template(reader: gguf.GGUFReader) -> None:
+    field = reader.get_field("tokenizer.chat_template")
+    assert field is not None
+    text = field.parts[field.data[0]]
+    at = bytes(text).index(b"{%")
+    text[at + 2 : at + 10] = list(b" wrong  ")
+
+
+def halve_norm(reader: gguf.GGUFReader) -> None:
+    tensor = next(tensor for tensor in reader.tensors if tensor.name == "output_norm.weight")
+    tensor.field.parts[3][0] = 256
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["serve", "--port", "70000"], ["--port", "65535"]),
+        (["serve", "--no-such-option"], ["--no-such-option"]),
+        (["serve", "--max-concurrency", "many"], ["--max-concurrency", "integer"]),
+        (["serve", "--log-level", "loud"], ["--log-level", "loud", "warning"]),
+        (["serve", "a.gguf", "--model", "b.gguf"], ["twice", "a.gguf", "b.gguf"]),
+        (["generate"], ["PROMPT"]),
+        (["inspect"], ["FILE"]),
+        (["dance"], ["dance"]),
+    ],
+)
+def test_a_command_line_that_cannot_be_read_is_status_2(
+    arguments: list[str], expected: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, line = run(capsys, *arguments)
+    assert status == 2
+    assert all(part in line for part in expected), line
+    assert "--help)" in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["serve", "--dtype", "int3"], ["dtype", "int3", "bfloat16"]),
+        (["serve", "--cache-type-k", "q4"], ["cache_type_k", "q4", "q8_0"]),
+        (["serve", "--cache-type-v", "q4"], ["cache_type_v", "q4", "q8_0"]),
+        (["serve", "--max-concurrency", "0"], ["max_concurrency", "1", "0"]),
+        (["serve", "--max-ctx", "1"], ["max_ctx", "2", "1"]),
+        (["serve", "--draft-block-size", "1"], ["draft_block_size", "2", "1"]),
+        (["serve", "--draft-swa", "0"], ["draft_swa", "1", "0"]),
+        (["serve", "--kv-pool-tokens", "0"], ["kv_pool_tokens", "1", "0"]),
+        (["serve", "--prefill-tokens", "63"], ["prefill_tokens", "64", "63"]),
+        (["serve", "--threads", "100000"], ["threads", "1024", "100000"]),
+        (["serve", "--admission-coalesce-ms", "-1"], ["admission_coalesce_ms", "1000", "-1"]),
+        (["serve", "--api-key", ""], ["--api-key", "empty"]),
+        (["generate", "hi", "--top-p", "2"], ["top_p", "1", "2"]),
+        (["generate", "hi", "--temperature", "nan"], ["temperature", "nan"]),
+        (["generate", "hi", "--device", "tpu"], ["device", "tpu", "cpu"]),
+        (["generate", "hi", "--max-ctx", "99999"], ["max_ctx", "99999", "8192"]),
+        (["generate", "hi", "--draft-block-size", "9"], ["draft_block_size", "9", "8"]),
+        (["generate", "hi " * 9000, "--raw"], ["8192", "prompt"]),
+        (["generate", "\udcff", "--raw"], ["Unicode"]),
+        (["generate", "", "--raw"], ["0 tokens"]),
+        (["generate", "--prompt-file", "/nowhere/prompt.txt"], ["/nowhere/prompt.txt"]),
+    ],
+)
+def test_a_bad_value_is_status_1(arguments: list[str], expected: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    status, line = run(capsys, *arguments)
+    assert status == 1
+    assert all(part in line for part in expected), line
+
+
+def test_a_prompt_file_that_is_no_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "prompt"
+    path.write_bytes(b"abc\xff")
+    assert run(capsys, "generate", "-f", str(path)) == (1, f"error: {path}: not UTF-8 text: byte 3 is 0xff")
+
+
+@pytest.mark.parametrize("command", ["serve", "generate", "inspect"])
+def test_files_that_are_no_models(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole = DEMO_TARGET.read_bytes()
+    cases = {
+        "missing.gguf": None,
+        "truncated.gguf": whole[: len(whole) // 2],
+        "cut in the header.gguf": whole[:1000],
+        "magic.gguf": b"GGML" + whole[4:],
+        "empty.gguf": b"",
+    }
+    for name, content in cases.items():
+        path = tmp_path / name
+        if content is not None:
+            path.write_bytes(content)
+        model = {"serve": ["--port", "0", str(path)], "generate": ["hi", "--model", str(path)], "inspect": [str(path)]}
+        status, line = run(capsys, command, *model[command])
+        assert status == 1
+        assert str(path) in line
+
+
+def test_a_drafter_of_another_target(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    # llama.cpp counts these layers from 1
+    drafter = changed(tmp_path / "drafter.gguf", DEMO_DRAFTER, set_value("dflash.target_layers", 2, 50))
+    for arguments in (["serve", "--port", "0"], ["generate", "hi"]):
+        status, line = run(capsys, *arguments, "--draft", drafter)
+        assert status == 1
+        assert all(part in line for part in (drafter, str(DEMO_TARGET), "layer 49", "8 layers")), line
+
+
+def test_a_target_as_drafter(capsys: pytest.CaptureFixture[str]) -> None:
+    status, line = run(capsys, "serve", "--port", "0", "--draft", str(DEMO_TARGET))
+    assert status == 1
+    assert str(DEMO_TARGET) in line and "not a drafter" in line
+
+
+def test_an_unreadable_template(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = changed(tmp_path / "target.gguf", DEMO_TARGET, spoil_template)
+    for arguments in (["serve", "--port", "0", target], ["generate", "hi", "--model", target]):
+        status, line = run(capsys, *arguments)
+        assert status == 1
+        assert target in line and "chat template" in line
+
+
+def test_a_tensor_of_the_wrong_shape(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = changed(tmp_path / "target.gguf", DEMO_TARGET, halve_norm)
+    status, line = run(capsys, "generate", "hi", "--model", target)
+    assert status == 1
+    assert all(part in line for part in (target, "output_norm.weight", "[256]", "[512]")), line
+
+
+def test_a_port_in_use_in_a_process_of_its_own() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        command = [sys.executable, "-m", "paceline.cli", "serve", "--port", str(port)]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    assert (ended.returncode, ended.stdout) == (1, "")
+    assert ended.stderr == f"error: cannot listen on 127.0.0.1:{port}: Address already in use\n"
+
+
+def test_a_reader_that_leaves_early() -> None:
+    program = f"{sys.executable} -m paceline.cli inspect demo demo demo | true; exit ${{PIPESTATUS[0]}}"
+    ended = subprocess.run(["bash", "-c", program], capture_output=True, text=True, timeout=30)
+    assert (ended.returncode, ended.stderr) == (1, "")
