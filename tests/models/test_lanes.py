@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import pytest
 import torch
@@ -323,3 +324,31 @@ def check_round(
         committed = pool.committed(span.lane)
         assert committed == span.start + len(emitted)
         assert_same(state_of(pool, span.lane), states[committed], f"at {committed}, from {span.start}")
+
+
+@pytest.mark.parametrize(("dtype", "cache"), [(torch.float32, "f32"), (torch.bfloat16, "q8_0")], ids=["float32", "bfloat16"])
+def test_a_prompt_may_be_cut_beside_others(dtype: torch.dtype, cache: CacheType) -> None:
+    """Chunks of every multiple of 64 rows, beside a lane that decodes and one that reads another prompt: the state of a
+    prompt read whole and alone."""
+    alone = pair(lanes=1, dtype=dtype, cache_type=cache, window=WINDOW).runner
+    request = greedy_request(TEXTS[0][:213], 8)
+    lane, token = prefilled(alone, request)
+    expected = state_of(alone.pool, lane)
+
+    runner = pair(lanes=3, dtype=dtype, cache_type=cache, window=WINDOW).runner
+    for cuts in ([0, 64, 213], [0, 128, 192, 213]):
+        decoding, reading = (greedy_request(text[:90], 40) for text in TEXTS[1:])
+        (beside, last), lane = prefilled(runner, decoding), admitted(runner.pool, 221)
+        other = admitted(runner.pool, 130)
+        for turn, (start, end) in enumerate(pairwise(cuts)):
+            chunks = [PrefillSpan(request, lane, start, request.prompt[start:end], final=end == 213)]
+            if turn == 1:
+                chunks.insert(0, PrefillSpan(reading, other, 0, reading.prompt, final=True))
+            verify = VerifySpan(decoding, beside, runner.pool.committed(beside), last, 7)
+            result = runner.run(Round((verify,), tuple(chunks)))
+            runner.pool.check()
+            last = result.verify[0][-1]
+        assert result.prefill[-1] == token
+        assert_same(state_of(runner.pool, lane), expected, f"cut at {cuts[1:-1]}")
+        for used in (beside, lane, other):
+            runner.pool.release(used)
