@@ -41,7 +41,7 @@ def lane_cases() -> list[Case]:
             cases.append(_attention(rng, "decode", cache, window=window))
             cases.append(_attention(rng, "decode", cache, window=window, causal=False))
             cases.append(_attention(rng, "prefill", cache, window=window))
-    cases.append(_attention(rng, "decode", "q8_0", dim=256, stretch=16))
+    cases.append(_attention(rng, "decode", "q8_0", dim=256, stretch=4))
     cases.append(_attention(rng, "prefill", "f32", stretch=8))
     return cases
 
