@@ -63,8 +63,16 @@ def _shape(
         draft_cache_type="f32",
     )
     if options.kv_pool_tokens is None:
-        shape = replace(shape, pool_tokens=options.max_concurrency * shape.reserve(max_ctx) * PAGE_SIZE)
-    return shape
+        return replace(shape, pool_tokens=options.max_concurrency * shape.reserve(max_ctx) * PAGE_SIZE)
+    if max_ctx <= shape.longest:
+        return shape
+    if options.max_ctx is not None or shape.longest < 2:
+        raise ConfigError(
+            f"kv_pool_tokens {options.kv_pool_tokens} holds at most {shape.longest} tokens of one sequence, "
+            f"max_ctx is {max_ctx}",
+            param="kv_pool_tokens",
+        )
+    return replace(shape, max_ctx=shape.longest)
 
 
 def _free_memory() -> int:

@@ -35,8 +35,9 @@ class StateShape:
         return -(-self.pool_tokens // PAGE_SIZE)
 
     @property
-    def max_pages_per_lane(self) -> int:
-        return pages_for(self.max_ctx + self.draft_rows)
+    def longest(self) -> int:
+        """Tokens of the longest sequence that the pool can hold, with nobody else in it."""
+        return self.pages * PAGE_SIZE - self._rows_behind
 
     @property
     def ring_pages(self) -> int:
@@ -48,10 +49,13 @@ class StateShape:
         return -(-rows // KEY_BLOCK) * KEY_BLOCK // PAGE_SIZE
 
     def reserve(self, tokens: int) -> int:
-        """Pages that a sequence of ``tokens`` tokens may come to own. Full-attention drafter layers share the target's
-        page table and write one block behind the last token."""
-        behind = self.draft_rows if self.drafter and not all(self.drafter.sliding) else 0
-        return pages_for(tokens + behind)
+        """Pages that a sequence of ``tokens`` tokens may come to own."""
+        return pages_for(tokens + self._rows_behind)
+
+    @property
+    def _rows_behind(self) -> int:
+        """Full-attention drafter layers share the target's page table and write one block behind the last token."""
+        return self.draft_rows if self.drafter and not all(self.drafter.sliding) else 0
 
 
 def pages_for(tokens: int) -> int:
