@@ -132,10 +132,11 @@ class _Plan:
 
 
 def _plan(batch: PackedBatch, page_table: Tensor, causal: bool, window: int | None) -> _Plan:
-    key = ("attention", causal, window, page_table.data_ptr())
+    key = ("attention", causal, window, id(page_table))
     if key not in batch.plans:
-        batch.plans[key] = _make_plan(batch, page_table, causal, window)
-    return batch.plans[key]
+        # the table is kept beside the plan, so that its id cannot be taken over by another while the batch lives
+        batch.plans[key] = (_make_plan(batch, page_table, causal, window), page_table)
+    return batch.plans[key][0]
 
 
 def _make_plan(batch: PackedBatch, page_table: Tensor, causal: bool, window: int | None) -> _Plan:

@@ -50,7 +50,8 @@ def _blocked_layout_available(dtype: torch.dtype) -> bool:
 def linear(x: Tensor, weight: PackedWeight | QuantTensor, kind: RowKind) -> Tensor:
     """x [M, K] (any float type, any strides) times weight [N, K] transposed -> float32 [M, N].
 
-    x is rounded to the weight's type; products accumulate in float32. A ``QuantTensor`` is dequantised to bfloat16 or
+    x is rounded to the weight's type, products accumulate in float32, and their sums are rounded to the weight's type once
+    more where the library returns that type (bfloat16, float16). A ``QuantTensor`` is dequantised to bfloat16 or
     float32, whichever x has, on each call: the same values as dequantising at load.
     """
     if isinstance(weight, QuantTensor):
