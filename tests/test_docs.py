@@ -1,0 +1,86 @@
+"""What the documents say is complete: every option, field, metric and file is in them, and the examples run."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+import typer
+
+import paceline
+from paceline.cli.app import _application
+from paceline.config import EngineOptions
+from paceline.server.metrics import Metrics
+from paceline.server.protocol import CHAT_FIELDS, COMPLETION_FIELDS
+from paceline.types import EngineHandle, EngineStats
+
+ROOT = Path(__file__).parent.parent
+SOURCE = Path(paceline.__file__).parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+SERVER = (ROOT / "docs" / "server.md").read_text(encoding="utf-8")
+STRUCTURE = (ROOT / "docs" / "structure.md").read_text(encoding="utf-8")
+
+
+def quoted(text: str) -> set[str]:
+    """Everything in single backquotes, and its words."""
+    spans = re.findall(r"`([^`\n]+)`", text)
+    return {word for span in spans for word in (span, *re.split(r"[ ,{}]+", span))}
+
+
+def test_the_readme_has_every_command_and_option() -> None:
+    group = typer.main.get_command(_application())
+    assert isinstance(group, typer.core.TyperGroup)
+    for name, command in group.commands.items():
+        assert f"paceline {name}" in README
+        assert command.help
+        for parameter in command.params:
+            assert getattr(parameter, "help", None), f"{name}: {parameter.name} has no help"
+            missing = {option for option in (*parameter.opts, *parameter.secondary_opts) if option.startswith("-")}
+            assert missing - quoted(README) <= {"--help"}, name
+
+
+def test_the_readme_has_every_field_of_the_engine_options() -> None:
+    fields = {field.name for field in dataclasses.fields(EngineOptions)}
+    assert fields <= quoted(README)
+
+
+@pytest.mark.parametrize("fields", [CHAT_FIELDS, COMPLETION_FIELDS])
+def test_every_request_field_is_documented(fields: dict[str, object]) -> None:
+    assert set(fields) <= quoted(SERVER)
+
+
+def test_every_metric_is_documented() -> None:
+    class Idle:
+        def stats(self) -> EngineStats:
+            return EngineStats()
+
+    def handle() -> EngineHandle:
+        return Idle()  # type: ignore[return-value]
+
+    kinds = re.findall(r"# TYPE (\w+) (\w+)", Metrics(handle).scrape().decode())
+    names = {name for name, kind in kinds if not name.endswith("_created")}
+    assert len(names) > 15
+    assert names <= quoted(SERVER)
+
+
+def test_the_structure_lists_every_source_file_and_no_other() -> None:
+    listed = set(re.findall(r"^\| `([\w/.]+)` \|", STRUCTURE, re.MULTILINE))
+    files = {str(path.relative_to(SOURCE)) for path in SOURCE.rglob("*") if path.suffix in (".py", ".jsonl")}
+    assert listed == {name for name in files if not Path(name).name.startswith("__")}
+
+
+@pytest.mark.parametrize(
+    "document", [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))], ids=lambda path: path.name
+)
+def test_links_lead_to_files(document: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)\)", document.read_text(encoding="utf-8")):
+        assert target.startswith("https://") or (document.parent / target).exists(), target
+
+
+def test_the_python_example_of_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    (example,) = [code for code in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "import LLM" in code]
+    exec(example, {})
+    shown = capsys.readouterr().out
+    assert "stop (" in shown or "length (" in shown
