@@ -25,16 +25,16 @@ from paceline.bench.law import (
 from paceline.bench.law_cases import Case, against_itself, table
 from paceline.engine.arithmetic import resolve_dtype
 
-OFF = Case("off, 1 lane", lanes=1, speculation=False, max_tokens=24)
-ON = Case("on, 1 lane", OFF.name, lanes=1, max_tokens=24)
+OFF = Case("off, 1 lane", lanes=1, speculation=False, max_tokens=24, threads=1)
+ON = Case("on, 1 lane", OFF.name, lanes=1, max_tokens=24, threads=1)
 LIKE_ON = replace(ON, keeps_of=ON.name)
 OTHER_DTYPE = "float32" if resolve_dtype("auto") == torch.bfloat16 else "bfloat16"
 
 CASES = [
     OFF,
     ON,
-    replace(ON, name="off, 6 lanes, 1 thread", lanes=6, speculation=False, threads=1),
-    replace(LIKE_ON, name="on, 6 lanes, 1 thread", lanes=6, threads=1),
+    replace(ON, name="off, 6 lanes, 2 threads", lanes=6, speculation=False, threads=2),
+    replace(LIKE_ON, name="on, 6 lanes, 2 threads", lanes=6, threads=2),
     replace(LIKE_ON, name="on, 3 lanes, 64 prompt tokens a round", lanes=3, prefill_tokens=64),
     replace(LIKE_ON, name="on, 2 lanes, neighbours", lanes=2, neighbours=True),
     replace(ON, name="on, 5 lanes, drafts vary, every other request plain", lanes=5, vary=True, mixed=True),

@@ -23,7 +23,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
     before = torch.get_num_threads()
-    with LLM(max_concurrency=3, max_ctx=MAX_CTX, threads=2, admission_coalesce_ms=1) as llm:
+    with LLM(max_concurrency=3, max_ctx=MAX_CTX, threads=1, admission_coalesce_ms=1) as llm:
         yield llm
     torch.set_num_threads(before)
 
@@ -198,7 +198,7 @@ def test_options_that_cannot_work_are_refused() -> None:
 
 
 def test_a_closed_or_dead_engine_answers_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    with LLM(max_concurrency=1, max_ctx=128, speculation=False, threads=2) as llm:
+    with LLM(max_concurrency=1, max_ctx=128, speculation=False, threads=1) as llm:
         assert llm.generate(TEXT, SamplingParams(max_tokens=2))[0].stats.drafted == 0
 
         def plan() -> None:

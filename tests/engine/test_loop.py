@@ -21,7 +21,7 @@ from paceline.errors import EngineDead
 from paceline.state.pool import Half, StatePool
 from paceline.types import Emission, EngineStats, Request, SamplingParams
 
-CASE = Case("loop", lanes=3, prefill_tokens=64)
+CASE = Case("loop", lanes=3, prefill_tokens=64, threads=1)
 VICTIM = "1"
 
 
@@ -299,7 +299,7 @@ def test_a_busy_engine_admits_at_the_next_round(parts: EngineParts, prompts: lis
 
 
 def test_a_cancelled_request_frees_its_lane_within_a_round(bench: Workbench, prompts: list[tuple[int, ...]]) -> None:
-    parts = bench.parts(Case("one lane", lanes=1), {})
+    parts = bench.parts(Case("one lane", lanes=1, threads=1), {})
 
     def observe(run: Run) -> None:
         if len(run.rounds) == 3:
@@ -313,7 +313,7 @@ def test_a_cancelled_request_frees_its_lane_within_a_round(bench: Workbench, pro
 
 
 def test_a_request_is_cancelled_while_its_prompt_is_read(bench: Workbench, prompts: list[tuple[int, ...]]) -> None:
-    parts = bench.parts(Case("one lane", lanes=1, prefill_tokens=64), {})
+    parts = bench.parts(Case("one lane", lanes=1, threads=1, prefill_tokens=64), {})
 
     def observe(run: Run) -> None:
         if len(run.rounds) == 1:
