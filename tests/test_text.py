@@ -12,9 +12,7 @@ EURO = "€".encode()
 
 Bursts = list[list[bytes]]
 # An alphabet this small makes stop strings overlap, repeat and nearly match all the time.
-pieces = st.text("ab€", max_size=3).map(str.encode) | st.sampled_from(
-    [EURO[:1], EURO[1:2], EURO[2:], b"\xff", b"a\xe2"]
-)
+pieces = st.text("ab€", max_size=3).map(str.encode) | st.sampled_from([EURO[:1], EURO[1:2], EURO[2:], b"\xff", b"a\xe2"])
 bursts_of_pieces = st.lists(st.lists(pieces, max_size=5), max_size=8)
 stops = st.lists(st.text("ab€", min_size=1, max_size=5), max_size=3)
 

@@ -190,8 +190,8 @@ class EngineHandle(Protocol):
     def submit(self, request: Request, sink: Callable[[Emission], None]) -> None:
         """Queue a request. ``sink`` gets its emissions in order, from another thread, and must not block.
 
-        Raises ``InvalidRequest`` for what can never fit and ``EngineDead`` when nothing is served any more. If the engine
-        dies later, the sink gets a last emission with ``finish_reason == "error"``.
+        Raises ``EngineDead`` when nothing is served any more. A request that can never fit, and every request of an engine
+        that dies later, gets a last emission with ``finish_reason == "error"``.
         """
 
     def cancel(self, request_id: str) -> None:

@@ -23,7 +23,7 @@ def demo() -> DrafterConfig:
         ((False, False, False), "SWA layers: 0/3 (full attention)"),
     ],
 )
-def test_the_window_changes_and_the_pattern_stays(demo, sliding, line):
+def test_the_window_changes_and_the_pattern_stays(demo: DrafterConfig, sliding: tuple[bool, ...], line: str) -> None:
     config = replace(demo, sliding=sliding, sliding_window=2048 if any(sliding) else None)
     once = effective_drafter(config, 64, None)
     assert once.sliding == sliding
@@ -32,7 +32,7 @@ def test_the_window_changes_and_the_pattern_stays(demo, sliding, line):
     assert effective_drafter(once, 64, None) == once
 
 
-def test_a_pattern_is_inferred_only_where_the_file_has_none(demo):
+def test_a_pattern_is_inferred_only_where_the_file_has_none(demo: DrafterConfig) -> None:
     bare = replace(demo, sliding=(False,) * 3, sliding_window=None, pattern_source="inferred")
     once = effective_drafter(bare, 64, None)
     assert once.sliding == (True, True, False)
@@ -41,12 +41,12 @@ def test_a_pattern_is_inferred_only_where_the_file_has_none(demo):
     assert effective_drafter(bare, None, None) == bare
 
 
-def test_without_overrides_nothing_changes(demo):
+def test_without_overrides_nothing_changes(demo: DrafterConfig) -> None:
     assert effective_drafter(demo, None, None) == demo
     assert window_line(demo) == "SWA layers: 3/3 (window=2048)"
 
 
-def test_a_block_may_be_shorter_but_not_longer_than_trained(demo):
+def test_a_block_may_be_shorter_but_not_longer_than_trained(demo: DrafterConfig) -> None:
     assert effective_drafter(demo, None, 4).block_size == 4
     assert effective_drafter(demo, None, 8) == demo
     with pytest.raises(ConfigError, match="9 exceeds the drafter's trained block of 8"):
