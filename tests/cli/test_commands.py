@@ -15,7 +15,7 @@ import paceline.selfcheck
 from paceline.cli import demo, main, selfcheck
 from paceline.config import DEMO_DRAFTER, DEMO_TARGET
 from paceline.selfcheck import Outcome
-from paceline.types import Emission, EngineStats, Request
+from paceline.types import Emission, Request
 from paceline.weights.load import open_target
 
 QUESTION = "Tom has 3 boxes with 4 pencils each. How many pencils does he have?"
@@ -136,8 +136,7 @@ def test_the_live_table_shows_lanes_tokens_and_acceptance() -> None:
     running.take(Emission("0", tuple(words[:1])), now=1.0)
     running.take(Emission("0", tuple(words[1:])), now=2.0)
     console = Console(width=100, record=True, file=io.StringIO())
-    stats = EngineStats(lanes=1, generated_tokens=len(words), verify_spans=1, emitted_in_verify=len(words) - 1)
-    console.print(demo._lanes([running, waiting], stats, tokenizer, speculation=True))
+    console.print(demo._lanes([running, waiting], 1, tokenizer, speculation=True))
     shown = console.export_text()
     assert f"with speculation: 1 of 6 lanes, {len(words)} tokens, acceptance length {len(words) - 1:.2f}" in shown
     assert "[bold]code[/bold]" in shown and "return the sum" in shown and "A sum" in shown
