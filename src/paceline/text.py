@@ -108,9 +108,7 @@ class TextDelta:
 class TextStream:
     """Detokeniser and stop strings of one request, driven token by token."""
 
-    def __init__(
-        self, token_bytes: Callable[[int], bytes], *, skip: Collection[int] = (), stop: Iterable[str] = ()
-    ) -> None:
+    def __init__(self, token_bytes: Callable[[int], bytes], *, skip: Collection[int] = (), stop: Iterable[str] = ()) -> None:
         self._detokenizer = Detokenizer(token_bytes, skip)
         self._stops = StopStrings(stop)
 
