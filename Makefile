@@ -16,7 +16,7 @@ lint: .venv/.installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# The whole table of the law, in hours; what is finished is kept under benchmarks/ and not run again.
+# The whole table of the law. What is finished is kept under benchmarks/law and not run again.
 law: .venv/.installed-dev
 	$(BIN)/python -m paceline.bench.law
 
