@@ -17,7 +17,8 @@ class PackedBatch:
     """N rows in S spans. A span is a run of consecutive positions of one lane; all rows are of one kind.
 
     ``lengths``, ``offsets`` and ``bases`` are host facts per span: number of rows, index of the first row, position of the
-    first row. ``positions`` [N] and ``row_span`` [N] say the same per row, ``starts`` [S] is ``offsets`` on the device.
+    first row. ``positions`` [N] and ``row_span`` [N] say the same per row; ``starts``, ``span_lengths`` and ``span_bases``
+    [S] are the host facts on the device, int64.
     ``plans`` caches what an op derives from these, so that the layers of one forward share it.
     """
 
@@ -28,6 +29,8 @@ class PackedBatch:
     positions: Tensor
     row_span: Tensor
     starts: Tensor
+    span_lengths: Tensor
+    span_bases: Tensor
     plans: dict[Any, Any] = field(default_factory=dict)
 
     @property
@@ -59,5 +62,7 @@ def pack(kind: RowKind, lengths: Sequence[int], bases: Sequence[int], device: to
         tuple(bases),
         torch.cat(positions).to(device),
         row_span.to(device),
-        torch.tensor(offsets).to(device),
+        torch.tensor(offsets, device=device),
+        torch.tensor(lengths, device=device),
+        torch.tensor(bases, device=device),
     )

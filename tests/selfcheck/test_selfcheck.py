@@ -39,6 +39,7 @@ def test_every_op_has_a_case() -> None:
     exported = {
         name
         for package in pkgutil.iter_modules(paceline.ops.__path__)
+        if package.ispkg
         for module in [importlib.import_module(f"paceline.ops.{package.name}")]
         for name in module.__all__
         if callable(getattr(module, name)) and not isinstance(getattr(module, name), type)
