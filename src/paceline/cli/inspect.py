@@ -93,7 +93,7 @@ def _needs(found: Description) -> list[tuple[str, str]]:
     lines = [
         (
             "to run it",
-            f"weights {_size(2 * found.parameters)} in bfloat16 or float16, {_size(4 * found.parameters)} in float32",
+            f"weights about {_size(2 * found.parameters)} in bfloat16 or float16, {_size(4 * found.parameters)} in float32",
         )
     ]
     per_token = found.cache_bytes_per_token

@@ -22,13 +22,13 @@ def selfcheck(dtype: Dtype = DEFAULTS.dtype, log_level: Level = LogLevel.WARNING
 
     The law: a request's tokens do not depend on other requests, nor on speculation. First every operation is tried on random
     batches; then the demo pair, without and with speculation, at one lane and at three. The exit status is 0 if all bits and
-    all tokens are equal, else 1. Takes about a minute.
+    all tokens are equal, else 1. Takes a minute or two.
     """
     start_logging(log_level)
     from paceline.selfcheck import all_cases, run_all
 
     cases = all_cases()
-    print(f"{len(cases)} operations, each alone and in batches of every size and order:", flush=True)
+    print(f"{len(cases)} cases of the operations, each alone and in batches of every size and order:", flush=True)
     failed = len(run_all(_show, cases=cases))
     print("The demo pair, end to end:", flush=True)
     failed += _law(dtype)
