@@ -84,13 +84,13 @@ def gdn_prefill(
     scores, q_decayed = overlap_qk * ratio, growth * q
     last = total[..., -1:]
     k_decayed = (torch.exp(last - total).unsqueeze(-1) * k).transpose(-1, -2)
-    state, out = state.clone(), torch.empty_like(v)
-    for at, spans in chunks.ordinals:
-        before = state[spans]
+    state, out = state[chunks.order], torch.empty_like(v)
+    for at in chunks.turns:
+        before = state[: at.stop - at.start]
         value = u[at] - _mm(y[at], before)
         out[at] = _mm(q_decayed[at], before) + _mm(scores[at], value)
-        state[spans] = torch.exp(last[at]).unsqueeze(-1) * before + _mm(k_decayed[at], value)
-    return chunks.scatter(out), state
+        before.mul_(torch.exp(last[at]).unsqueeze(-1)).add_(_mm(k_decayed[at], value))
+    return chunks.scatter(out), torch.empty_like(state).index_copy_(0, chunks.order, state)
 
 
 def _mm(a: Tensor, b: Tensor) -> Tensor:
@@ -137,25 +137,26 @@ def _plan(batch: PackedBatch, device: torch.device) -> _Chunks:
 
 
 class _Chunks:
-    """Rows of a packed batch arranged as [chunks, heads, 64, ...], and the chunks grouped by their ordinal in their span."""
+    """Rows of a packed batch arranged as [chunks, heads, 64, ...]: first the first chunks of all spans, then the second
+    ones, and so on, with the longest span in front. So each of ``turns`` is a run of chunks that belong, one each, to the
+    first spans of ``order``."""
 
     def __init__(self, batch: PackedBatch, device: torch.device) -> None:
         self.rows = batch.num_rows
-        index = torch.full((sum(-(-length // CHUNK_SIZE) for length in batch.lengths), CHUNK_SIZE), self.rows)
-        by_ordinal: dict[int, tuple[list[int], list[int]]] = {}
-        chunk = 0
-        for span, (offset, length) in enumerate(zip(batch.offsets, batch.lengths, strict=True)):
-            for ordinal, start in enumerate(range(0, length, CHUNK_SIZE)):
-                size = min(CHUNK_SIZE, length - start)
-                index[chunk, :size] = torch.arange(offset + start, offset + start + size)
-                at, spans = by_ordinal.setdefault(ordinal, ([], []))
-                at.append(chunk)
-                spans.append(span)
-                chunk += 1
-        self.index = index.to(device)
-        self.ordinals = [
-            (torch.tensor(at, device=device), torch.tensor(spans, device=device)) for at, spans in by_ordinal.values()
-        ]
+        order = sorted(range(batch.num_spans), key=lambda span: -batch.lengths[span])
+        index: list[Tensor] = []
+        self.turns: list[slice] = []
+        for start in range(0, batch.lengths[order[0]], CHUNK_SIZE):
+            first = len(index)
+            for span in order:
+                size = min(CHUNK_SIZE, batch.lengths[span] - start)
+                if size > 0:
+                    rows = torch.full((CHUNK_SIZE,), self.rows)
+                    rows[:size] = torch.arange(size) + batch.offsets[span] + start
+                    index.append(rows)
+            self.turns.append(slice(first, len(index)))
+        self.index = torch.stack(index).to(device)
+        self.order = torch.tensor(order, device=device)
 
     def gather(self, x: Tensor) -> Tensor:
         """[N, heads, ...] -> [chunks, heads, 64, ...], zeros in the padding."""
