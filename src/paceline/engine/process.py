@@ -121,7 +121,8 @@ class EngineProcess:
 
 def _main(options: EngineOptions, pipe: Connection, log_level: int) -> None:
     """The engine process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server decides when to stop, and closes the pipe
+    for number in (signal.SIGINT, signal.SIGTERM):  # sent to the whole group, but the server decides when to stop
+        signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(level=log_level, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     try:
         parts = build(options)
