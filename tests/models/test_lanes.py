@@ -161,39 +161,39 @@ def test_the_window_hides_what_is_behind_it() -> None:
     assert not torch.equal(narrow.hidden, wide.hidden)
 
 
-@pytest.mark.parametrize("window", [32, 56, 58, 64])
+@pytest.mark.parametrize("window", [32, 120, 122, 128])
 def test_a_ring_shows_what_pages_without_an_end_would(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A window of 56 and a block of 8 just fill a ring of 64 rows."""
+    """A window of 120 and a block of 8 just fill a ring of 128 rows."""
     ring = one_round(pair(lanes=3, window=window), CONTEXTS)
     rows = pair(lanes=1, window=window).pool.shape.ring_pages * PAGE_SIZE
-    monkeypatch.setattr(StateShape, "ring_pages", 256 // PAGE_SIZE)
+    monkeypatch.setattr(StateShape, "ring_pages", 512 // PAGE_SIZE)
     for wrapped, endless in zip(ring, one_round(pair(lanes=3, window=window), CONTEXTS), strict=True):
         assert torch.equal(wrapped.hidden, endless.hidden)
-    assert rows == (64 if window <= 56 else 128)
+    assert rows == (128 if window <= 120 else 256)
 
 
 # -- rounds of any kind against plain steps --------------------------------------------------------------------------------
 
-PROMPT, STEPS = 43, 46
+PROMPT, STEPS = 107, 46
 BEYOND = 8
 """Plain steps behind the last committed one: drafts of the last rounds reach that far."""
 SCRIPT = (
     # (drafts K, the wrong one or 0 for none) -> committed
-    (7, 1),  # 44
-    (7, 2),  # 46
-    (0, 0),  # 47, one before a page edge
-    (7, 1),  # 48, on it
-    (7, 1),  # 49, behind it
-    (7, 3),  # 52
-    (7, 0),  # 60
-    (0, 0),  # 61
-    (7, 3),  # 64, on an edge of pages, key blocks and the ring
-    (3, 2),  # 66
-    (0, 0),  # 67
-    (7, 0),  # 75
-    (7, 5),  # 80, on a page edge
-    (0, 0),  # 81
-    (7, 0),  # 89
+    (7, 1),  # 108
+    (7, 2),  # 110
+    (0, 0),  # 111, one before a page edge
+    (7, 1),  # 112, on it
+    (7, 1),  # 113, behind it
+    (7, 3),  # 116
+    (7, 0),  # 124
+    (0, 0),  # 125
+    (7, 3),  # 128, on an edge of pages, key blocks and the ring
+    (3, 2),  # 130
+    (0, 0),  # 131
+    (7, 0),  # 139
+    (7, 5),  # 144, on a page edge
+    (0, 0),  # 145
+    (7, 0),  # 153
 )
 
 

@@ -14,6 +14,7 @@ from paceline.config import DEMO_DRAFTER, DEMO_TARGET, DrafterConfig, EngineOpti
 from paceline.engine.arithmetic import describe, fingerprint, resolve_device, resolve_dtype
 from paceline.engine.capacity import plan_state
 from paceline.engine.drafting import DFlashDrafter, Drafter
+from paceline.engine.memory import keep_freed_memory
 from paceline.engine.runner import Runner
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.window import effective_drafter, window_line
@@ -48,6 +49,7 @@ def resolve_paths(options: EngineOptions) -> tuple[Path, Path | None]:
 def build(options: EngineOptions, drafter: Drafter | None = None) -> EngineParts:
     """Load the pair and assemble an engine. ``drafter`` replaces the drafter of the options (it stages no context)."""
     started = time.perf_counter()
+    keep_freed_memory()
     if options.threads:
         torch.set_num_threads(options.threads)
     device = resolve_device(options.device)

@@ -6,13 +6,14 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 
 from paceline.config import EngineOptions
 from paceline.engine.build import EngineParts, build
 from paceline.engine.loop import Cancel, EngineLoop, Message, Stop, Submit
 from paceline.engine.plan import Round, RoundResult
 from paceline.errors import EngineDead
-from paceline.types import Emission, EngineStats, Request
+from paceline.types import Emission, EngineInfo, EngineStats, Request
 
 log = logging.getLogger("paceline.engine")
 
@@ -53,7 +54,14 @@ class Sinks:
 
 
 class Engine:
-    """An ``EngineHandle`` whose loop is a thread. ``options`` are loaded by ``build`` unless ``parts`` are given."""
+    """An ``EngineHandle`` whose loop is a thread. ``options`` are loaded by ``build`` unless ``parts`` are given.
+
+    Loading happens in that thread too: on a CPU each thread that computes gets a team of OpenMP workers, and where teams
+    outnumber the cores the library stops spinning, which makes every small operation several times slower.
+    """
+
+    parts: EngineParts
+    info: EngineInfo
 
     def __init__(
         self,
@@ -61,21 +69,16 @@ class Engine:
         parts: EngineParts | None = None,
         observe: Callable[[Round, RoundResult], None] | None = None,
     ) -> None:
-        self.parts = parts or build(options)
-        self.info = self.parts.info
         self._sinks = Sinks()
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._stats = EngineStats()
-        self._loop = EngineLoop(
-            self.parts.runner,
-            self.parts.scheduler,
-            QueueInbox(self._inbox),
-            self._receive,
-            coalesce_seconds=options.admission_coalesce_ms / 1000,
-            observe=observe,
+        loaded: Future[EngineParts] = Future()
+        self._thread = threading.Thread(
+            target=self._run, args=(options, parts, observe, loaded), name="paceline-engine", daemon=True
         )
-        self._thread = threading.Thread(target=self._run, name="paceline-engine", daemon=True)
         self._thread.start()
+        self.parts = loaded.result()
+        self.info = self.parts.info
 
     def submit(self, request: Request, sink: Sink) -> None:
         self._sinks.add(request.id, sink)
@@ -98,9 +101,29 @@ class Engine:
         self._stats = stats
         self._sinks.deliver(emissions)
 
-    def _run(self) -> None:
+    def _run(
+        self,
+        options: EngineOptions,
+        parts: EngineParts | None,
+        observe: Callable[[Round, RoundResult], None] | None,
+        loaded: Future[EngineParts],
+    ) -> None:
         try:
-            self._loop.run()
+            parts = parts or build(options)
+        except BaseException as error:
+            loaded.set_exception(error)
+            return
+        loop = EngineLoop(
+            parts.runner,
+            parts.scheduler,
+            QueueInbox(self._inbox),
+            self._receive,
+            coalesce_seconds=options.admission_coalesce_ms / 1000,
+            observe=observe,
+        )
+        loaded.set_result(parts)
+        try:
+            loop.run()
             self._sinks.die("the engine has been closed")
         except BaseException as error:
             log.exception("the engine died")

@@ -1,7 +1,7 @@
 """Paged attention over packed ragged spans, row-invariant.
 
-The query rows of a span are cut into tiles of a fixed number of rows (padded); the keys are walked in blocks of 64 that
-start at multiples of 64 of the absolute position. Every (tile, block) pair is a product of one shape. A row's maximum is
+The query rows of a span are cut into tiles of a fixed number of rows (padded); the keys are walked in blocks of 128
+that start at multiples of 128 of the absolute position. Every (tile, block) pair is a product of one shape. A row's maximum is
 exact in any order; the sums of its weights and of its weighted values are formed per block and added in the order of the
 blocks, so neither neighbours nor chunking can change them. A block that is wholly masked adds exact zeros.
 """
@@ -20,10 +20,10 @@ from paceline.config import PAGE_SIZE
 from paceline.ops.kv import PagedTensor, read_pages
 from paceline.types import RowKind
 
-KEY_BLOCK = 64
+KEY_BLOCK = 128
 QUERY_TILE: dict[RowKind, int] = {"decode": 8, "prefill": 64}
 _PAGES_PER_BLOCK = KEY_BLOCK // PAGE_SIZE
-_GROUP_PAIRS = 512
+_GROUP_PAIRS = 256
 """Pairs whose keys or values are in float32 at one time; bounds the scratch memory, does not touch the result."""
 
 
@@ -68,7 +68,7 @@ def attention(
 
 
 def _scores(tiles: Tensor, cache: PagedTensor, plan: _Plan, group: list[_Turn]) -> Tensor:
-    """Masked scores [pairs, Hkv, Hq / Hkv, R, 64] of a group of pairs."""
+    """Masked scores [pairs, Hkv, Hq / Hkv, R, KEY_BLOCK] of a group of pairs."""
     pairs = slice(group[0].pairs.start, group[-1].pairs.stop)
     keys = _block(cache, plan.pair_pages[pairs])
     scores = torch.bmm(tiles[plan.pair_tile[pairs]].flatten(0, 1), keys.flatten(0, 1).transpose(1, 2))
@@ -77,7 +77,7 @@ def _scores(tiles: Tensor, cache: PagedTensor, plan: _Plan, group: list[_Turn]) 
 
 
 def _block(cache: PagedTensor, pages: Tensor) -> Tensor:
-    """Keys or values of pairs: pages [P, 4] -> float32 [P, Hkv, 64, D]. Positions beyond the last written row may hold
+    """Keys or values of pairs: pages [P, KEY_BLOCK / PAGE_SIZE] -> float32 [P, Hkv, KEY_BLOCK, D]. Positions beyond the last written row may hold
     anything: the caller masks scores, and zeroes values because 0 * NaN is not 0."""
     return read_pages(cache, pages).flatten(1, 2).transpose(1, 2).contiguous()
 
@@ -94,8 +94,8 @@ class _Turn:
 class _Plan:
     """Index tensors of one (batch, causal, window): T query tiles of R rows, P (tile, key block) pairs.
 
-    ``tile_rows`` [T, R] packed row of each tile row, N in the padding; ``pair_tile`` [P]; ``pair_pages`` [P, 4];
-    ``visible`` [P, R, 64]; ``known`` [P, 64] positions that some row of the span may see. Pairs are ordered by turn.
+    ``tile_rows`` [T, R] packed row of each tile row, N in the padding; ``pair_tile`` [P]; ``pair_pages`` [P, KEY_BLOCK / PAGE_SIZE];
+    ``visible`` [P, R, KEY_BLOCK]; ``known`` [P, KEY_BLOCK] positions that some row of the span may see. Pairs are ordered by turn.
     """
 
     rows: int
