@@ -1,0 +1,23 @@
+"""Memory of the process."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_LIMIT = 1 << 30
+
+
+def keep_freed_memory() -> None:
+    """Let glibc keep what is freed instead of giving it back to the system at once.
+
+    A round takes and frees hundreds of buffers of up to a few MiB; faulting their pages in anew each time costs about 7 % of
+    a prompt's time on a CPU. Elsewhere than on Linux with glibc this does nothing.
+    """
+    if sys.platform != "linux":
+        return
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_TRIM_THRESHOLD, _LIMIT)
+        mallopt(_M_MMAP_THRESHOLD, _LIMIT)
