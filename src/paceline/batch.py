@@ -18,7 +18,8 @@ class PackedBatch:
 
     ``lengths``, ``offsets`` and ``bases`` are host facts per span: number of rows, index of the first row, position of the
     first row. ``positions`` [N] and ``row_span`` [N] say the same per row; ``starts``, ``span_lengths`` and ``span_bases``
-    [S] are the host facts on the device, int64.
+    [S] are the host facts on the device, int64. ``lanes`` [S], int64 on the device: where in the
+    state of all lanes that of a span's lane is; no two spans are of one lane.
     ``plans`` caches what an op derives from these, so that the layers of one forward share it.
     """
 
@@ -31,6 +32,7 @@ class PackedBatch:
     starts: Tensor
     span_lengths: Tensor
     span_bases: Tensor
+    lanes: Tensor
     plans: dict[Any, Any] = field(default_factory=dict)
 
     @property
@@ -47,8 +49,14 @@ class PackedBatch:
         return torch.tensor(ends, device=self.starts.device)
 
 
-def pack(kind: RowKind, lengths: Sequence[int], bases: Sequence[int], device: torch.device) -> PackedBatch:
-    """Lay spans out one after another. Every length must be at least 1."""
+def pack(
+    kind: RowKind,
+    lengths: Sequence[int],
+    bases: Sequence[int],
+    device: torch.device,
+    lanes: Sequence[int] | None = None,
+) -> PackedBatch:
+    """Lay spans out one after another. Every length must be at least 1. Without ``lanes`` span i is of lane i."""
     assert lengths and min(lengths) > 0, "a span without rows"
     offsets = [0]
     for length in lengths[:-1]:
@@ -65,4 +73,5 @@ def pack(kind: RowKind, lengths: Sequence[int], bases: Sequence[int], device: to
         torch.tensor(offsets, device=device),
         torch.tensor(lengths, device=device),
         torch.tensor(bases, device=device),
+        torch.tensor(range(len(lengths)) if lanes is None else lanes, device=device),
     )

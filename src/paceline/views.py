@@ -24,7 +24,8 @@ class AttentionView:
 
 @dataclass(slots=True)
 class GdnView:
-    """One Gated-DeltaNet layer: committed ``state`` [S, Hv, Dk, Dv] and convolution ``history`` [S, w-1, C] of the spans.
+    """One Gated-DeltaNet layer: committed ``state`` [L, Hv, Dk, Dv] and convolution ``history`` [L, w-1, C] of all lanes,
+    read only; a batch's ``lanes`` says which are those of its spans.
 
     A verify forward leaves its replay log (k, d, g per row), a prefill forward the new state; both leave the raw inputs.
     """

@@ -54,25 +54,28 @@ def close(got: Tensor, expected: Tensor) -> None:
 
 @pytest.mark.parametrize("head_map", [TILED, GROUPED], ids=["tiled", "grouped"])
 def test_verify_and_replay(head_map: Tensor) -> None:
-    lengths = [3, 8, 1, 5]
-    rows, first = inputs(sum(lengths)), states(len(lengths))
+    """Spans in any order of lanes, of a pool that has more; every keep, also none."""
+    lengths, lanes = [3, 8, 1, 5], [4, 0, 3, 1]
+    rows, first = inputs(sum(lengths)), states(5)
     q, k, v, beta, g = rows
+    batch = pack("decode", lengths, [7, 0, 70, 3], CPU, lanes)
     before = first.clone()
-    o, d = gdn_verify(q, k, v, beta, g, first, head_map, pack("decode", lengths, [7, 0, 70, 3], CPU))
+    o, d = gdn_verify(q, k, v, beta, g, first, head_map, batch)
     assert torch.equal(first, before), "verify must leave the committed state alone"
-    offset = 0
-    for span, length in enumerate(lengths):
-        at = slice(offset, offset + length)
-        q_, k_, v_, beta_, g_ = (x[at] for x in rows)
-        out, deltas, _ = recurrence((q_, k_, v_, beta_, g_), first[span], head_map)
-        close(o[at], out)
-        close(d[at], deltas)
-        for keep in range(1, length + 1):
-            kept = (q_[:keep], k_[:keep], v_[:keep], beta_[:keep], g_[:keep])
-            state = first[span : span + 1].clone()
-            gdn_replay(state, k_[None, :keep], d[at][None, :keep], g_[None, :keep], head_map)
-            close(state[0], recurrence(kept, first[span], head_map)[2])
-        offset += length
+    parts = [x.split(lengths) for x in rows]
+    expected = [recurrence(part, first[lane], head_map) for lane, part in zip(lanes, zip(*parts, strict=True), strict=True)]
+    close(o, torch.cat([out for out, _, _ in expected]))
+    close(d, torch.cat([deltas for _, deltas, _ in expected]))
+    k, d, g = (torch.stack((torch.zeros_like(x), x)) for x in (k, d, g))
+    for kept in range(max(lengths) + 1):
+        keep = [min(kept, length) for length in lengths]
+        after = torch.stack((first, first))
+        gdn_replay(after, k, d, g, torch.tensor(keep), head_map, batch)
+        assert torch.equal(after[:, 2], before[2].expand(2, -1, -1, -1)), "the lane of no span"
+        for span, lane in enumerate(lanes):
+            q_, k_, v_, beta_, g_ = (x[span][: keep[span]] for x in parts)
+            close(after[1, lane], recurrence((q_, k_, v_, beta_, g_), first[lane], head_map)[2])
+            close(after[0, lane], first[lane].double())
 
 
 @pytest.mark.parametrize("lengths", [[1], [64], [65, 3], [200, 128, 63]], ids=str)

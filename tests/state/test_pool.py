@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from torch import Tensor
 
+from paceline.batch import pack
 from paceline.config import CHUNK_SIZE, PAGE_SIZE, DrafterConfig, TargetConfig
 from paceline.ops.gdn import gdn_replay
 from paceline.ops.kv import read_pages, write_rows
@@ -114,7 +115,9 @@ class Sequence:
         """Token by token."""
         for position in range(self.committed, self.committed + keep):
             at = slice(position, position + 1)
-            gdn_replay(self.state, self.rows.k[:, at], self.rows.d[:, at], self.rows.g[:, at], HEAD_MAP)
+            k, d, g = self.rows.k[:, at], self.rows.d[:, at], self.rows.g[:, at]
+            batch = pack("decode", [1], [position], torch.device("cpu"))
+            gdn_replay(self.state[:, None], k, d, g, torch.tensor([1]), HEAD_MAP, batch)
         self.committed += keep
         if prefill:
             self.state = self.rows.states[:, self.committed - 1].clone()

@@ -28,7 +28,7 @@ from paceline.types import RowKind
 _CPU = torch.device("cpu")
 _VERIFY_ROWS = (1, 2, 8, 3, 11, 5, 8, 1)
 _PROMPT_ROWS = (1, 63, 64, 65, 100, 130, 40, 200)
-_DECODE_BASES = (0, 1, 15, 63, 64, 130, 200, 90)
+_DECODE_BASES = (0, 1, 15, 127, 128, 130, 200, 90)
 _PROMPT_BASES = (0, 0, 0, 64, 128, 0, 64, 0)
 _MOST_REJECTED = 3
 
@@ -180,15 +180,21 @@ def _gdn_verify(rng: Rng) -> Case:
 
 
 def _replayed(state: Tensor, k: Tensor, d: Tensor, g: Tensor, rng: Rng) -> Tensor:
-    """The state after the log's rows; other layers are replayed beside this one."""
-    layers = int(rng.integers(1, 4))
-    layer = int(rng.integers(layers))
-    beside = [randn(rng, layers, *x.shape) for x in (state, k, d, g)]
-    for stacked, own in zip(beside, (state, k, d, g), strict=True):
-        stacked[layer] = own
-    states, keys, deltas, decays = beside
-    gdn_replay(states, keys, deltas, decays, _HEAD_MAP)
-    return states[layer]
+    """The state after the log's rows; other layers and another lane are replayed beside these."""
+    layers, more = int(rng.integers(1, 4)), int(rng.integers(1, 4))
+    layer, lane = int(rng.integers(layers)), int(rng.integers(2))
+    states = randn(rng, layers, 2, *state.shape)
+    states[layer, lane] = state
+    log = []
+    for own in (k, d, g):
+        rows = randn(rng, layers, len(own) + more, *own.shape[1:])
+        rows[layer, : len(own)] = own
+        log.append(rows)
+    keep = torch.tensor([len(k), int(rng.integers(more + 1))])
+    batch = pack("decode", [len(k), more], [0, 0], _CPU, [lane, 1 - lane])
+    k, d, g = log
+    gdn_replay(states, k, d, g, keep, _HEAD_MAP, batch)
+    return states[layer, lane]
 
 
 def _gdn_prefill(rng: Rng) -> Case:

@@ -54,6 +54,26 @@ class Txn:
     prefill: Half | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Replay:
+    """Rows for every Gated-DeltaNet layer: k [layers, N, Hk, Dk], d [layers, N, Hv, Dv], g [layers, N, Hv]."""
+
+    k: Tensor
+    d: Tensor
+    g: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Advance:
+    """What the lanes of a batch become with its first ``keep`` [S] rows: their convolution history [layers, S, w-1, C], and
+    their recurrent state, either [layers, S, Hv, Dk, Dv] or by a log."""
+
+    batch: PackedBatch
+    keep: Tensor
+    history: Tensor
+    state: Tensor | _Replay
+
+
 @dataclass(slots=True)
 class _Lane:
     """``committed`` tokens are in state; ``pages`` cover them (and, inside a transaction, the round's rows);
@@ -150,15 +170,14 @@ class StatePool:
         if txn.prefill:
             assert all(kept[span] == span.length for span in txn.prefill.spans), "prompt rows are always kept"
         # First all that computes, and may therefore fail; what it overwrites, a retry of the round overwrites again. Then
-        # nothing but copies into place.
+        # the replay, which changes every lane or none, and after it nothing but copies into place.
         advanced = []
         for half in filter(None, (txn.decode, txn.prefill)):
             keeps = [kept[span] for span in half.spans]
-            advanced.append(self._advanced(half, keeps))
+            advanced.append(self._advanced(half, torch.tensor(keeps, device=self.device)))
             self._write_context(half, keeps)
-        for lanes, state, history in advanced:
-            self.gdn[:, lanes] = state
-            self.history[:, lanes] = history
+        for advance in advanced:
+            self._apply(advance)
         for span in txn.spans:
             self._lanes[span.lane].committed += kept[span]
         self._close()
@@ -178,36 +197,22 @@ class StatePool:
             del lane.pages[used:]
         self._open = None
 
-    def _advanced(self, half: Half, keep: list[int]) -> tuple[Tensor, Tensor, Tensor]:
-        """The half's lanes [S], their recurrent state [layers, S, ...] and their convolution history after the kept rows."""
-        lanes = torch.tensor([span.lane for span in half.spans], device=self.device)
-        keeps = torch.tensor(keep, device=self.device)
+    def _advanced(self, half: Half, keep: Tensor) -> _Advance:
         views = [view for view in half.target.layers if isinstance(view, GdnView)]
         history = []
         for view in views:
             assert view.raw is not None, "the forward left no inputs"
-            history.append(conv_history(view.raw, view.history, keeps, half.batch))
-        state = self._prefilled(views) if half.batch.kind == "prefill" else self._replayed(half, views, lanes, keep)
-        return lanes, state, torch.stack(history)
+            history.append(conv_history(view.raw, view.history, keep, half.batch))
+        state = _new_states(views) if half.batch.kind == "prefill" else _logs(views)
+        return _Advance(half.batch, keep, torch.stack(history), state)
 
-    def _prefilled(self, views: list[GdnView]) -> Tensor:
-        states = []
-        for view in views:
-            assert view.new_state is not None, "the forward left no state"
-            states.append(view.new_state)
-        return torch.stack(states)
-
-    def _replayed(self, half: Half, views: list[GdnView], lanes: Tensor, keep: list[int]) -> Tensor:
-        logs = []
-        for view in views:
-            assert view.replay is not None, "the forward left no log"
-            logs.append(view.replay)
-        k, d, g = (torch.stack(parts) for parts in zip(*logs, strict=True))
-        state = self.gdn[:, lanes]
-        for span, (rows, offset) in enumerate(zip(keep, half.batch.offsets, strict=True)):
-            at = slice(offset, offset + rows)
-            gdn_replay(state[:, span], k[:, at], d[:, at], g[:, at], self.head_map)
-        return state
+    def _apply(self, to: _Advance) -> None:
+        lanes = to.batch.lanes
+        if isinstance(to.state, _Replay):
+            gdn_replay(self.gdn, to.state.k, to.state.d, to.state.g, to.keep, self.head_map, to.batch)
+        else:
+            self.gdn[:, lanes] = to.state
+        self.history[:, lanes] = to.history
 
     def _write_context(self, half: Half, keep: list[int]) -> None:
         """Store the kept drafter context rows; of a run longer than the ring only the last ring's worth."""
@@ -235,10 +240,9 @@ class StatePool:
         spans = tuple(span for span in self._open.spans if span.kind == kind)
         if not spans:
             return None
-        batch = pack(kind, [span.length for span in spans], [span.start for span in spans], self.device)
+        batch = self._pack(kind, spans, [span.length for span in spans])
         table = self._page_table(spans, sliding=False)
         slots = _slots(table, batch.row_span, batch.positions)
-        lanes = torch.tensor([span.lane for span in spans], device=self.device)
         layers: list[AttentionView | GdnView] = []
         attention, gdn = iter(zip(self.k, self.v, strict=True)), iter(range(len(self._gdn)))
         for layer_type in self.shape.target.layer_types:
@@ -247,7 +251,7 @@ class StatePool:
                 layers.append(AttentionView(k, v, table, slots))
             else:
                 index = next(gdn)
-                layers.append(GdnView(self.gdn[index, lanes], self.history[index, lanes]))
+                layers.append(GdnView(self.gdn[index], self.history[index]))
         return Half(spans, batch, TargetViews(layers), [ContextView() for _ in self.draft_k])
 
     def draft_block(self, txn: Txn) -> tuple[PackedBatch, list[AttentionView]]:
@@ -255,7 +259,7 @@ class StatePool:
         assert txn is self._open and self.shape.drafter is not None
         spans = tuple(span for span in txn.spans if span.drafting)
         rows = self.shape.draft_rows
-        batch = pack("decode", [rows] * len(spans), [span.start for span in spans], self.device)
+        batch = self._pack("decode", spans, [rows] * len(spans))
         tables = {sliding: self._page_table(spans, sliding) for sliding in set(self.shape.drafter.sliding)}
         slots = {sliding: _slots(table, batch.row_span, batch.positions) for sliding, table in tables.items()}
         views = [
@@ -263,6 +267,9 @@ class StatePool:
             for layer, sliding in enumerate(self.shape.drafter.sliding)
         ]
         return batch, views
+
+    def _pack(self, kind: RowKind, spans: Sequence[SpanRows], lengths: list[int]) -> PackedBatch:
+        return pack(kind, lengths, [span.start for span in spans], self.device, [span.lane for span in spans])
 
     def _page_table(self, spans: Sequence[SpanRows], sliding: bool) -> Tensor:
         """[S, P]: the page of each PAGE_SIZE positions of each span's lane; rings repeat their pages."""
@@ -292,6 +299,23 @@ class StatePool:
             assert len(lane.pages) <= lane.reserved, f"lane {number} outgrew its reservation"
         assert sum(lane.reserved for lane in self._lanes.values()) <= self.allocator.total, "more reserved than there is"
         assert sorted([*self._lanes, *self._free_lanes]) == list(range(self.shape.lanes)), "a lane is lost"
+
+
+def _new_states(views: list[GdnView]) -> Tensor:
+    states = []
+    for view in views:
+        assert view.new_state is not None, "the forward left no state"
+        states.append(view.new_state)
+    return torch.stack(states)
+
+
+def _logs(views: list[GdnView]) -> _Replay:
+    logs = []
+    for view in views:
+        assert view.replay is not None, "the forward left no log"
+        logs.append(view.replay)
+    k, d, g = zip(*logs, strict=True)
+    return _Replay(torch.stack(k), torch.stack(d), torch.stack(g))
 
 
 def _slots(table: Tensor, row_span: Tensor, positions: Tensor) -> Tensor:

@@ -12,10 +12,10 @@ from paceline.ops.activation import silu
 def causal_conv(x: Tensor, history: Tensor, weight: Tensor, batch: PackedBatch) -> Tensor:
     """silu(Σ_i weight[:, i] * x[t - (w-1) + i]) per channel, over the packed spans of ``batch``.
 
-    x [N, C] raw inputs; history [S, w-1, C] the last raw inputs before each span, oldest first; weight [C, w], whose last
-    tap belongs to the current token. Returns [N, C].
+    x [N, C] raw inputs; history [L, w-1, C] the last raw inputs of every lane, oldest first, of which ``batch.lanes`` are
+    read; weight [C, w], whose last tap belongs to the current token. Returns [N, C].
     """
-    extended, first = _extended(x, history, batch)
+    extended, first = _extended(x, history[batch.lanes], batch)
     taps = weight.t().contiguous()
     outputs = extended.shape[0] - taps.shape[0] + 1
     # one pass over the packed runs; what straddles two spans is computed too and dropped by the gather
@@ -26,9 +26,9 @@ def causal_conv(x: Tensor, history: Tensor, weight: Tensor, batch: PackedBatch) 
 
 
 def conv_history(x: Tensor, history: Tensor, keep: Tensor, batch: PackedBatch) -> Tensor:
-    """The new history [S, w-1, C] after the first ``keep`` [S] rows of each span: rows keep … keep + w - 2 of
+    """The new history [S, w-1, C] of the spans' lanes after the first ``keep`` [S] rows of each: rows keep … keep + w - 2 of
     (history ‖ inputs), counted from 0."""
-    width = history.shape[1]
+    history, width = history[batch.lanes], history.shape[1]
     spans = torch.arange(history.shape[0], device=x.device)
     extended = torch.cat((history.flatten(0, 1), x))
     offset = keep.unsqueeze(1) + torch.arange(width, device=x.device)

@@ -5,7 +5,7 @@ Per value head, with its key head's q (scaled) and k, state S [Dk, Dv], decay e^
     S <- e^g S;   d = beta (v - Sᵀk);   S <- S + k dᵀ;   o = Sᵀq
 
 ``gdn_verify`` walks the rows of generated tokens one by one and leaves the committed state untouched; it returns d, which
-with k and g is the replay log. ``gdn_replay`` applies the first rows of a log to the state with the very operations of
+with k and g is the replay log. ``gdn_replay`` applies the first rows of logs to the state with the very operations of
 the walk, so that committing is bit-identical to having stepped. ``gdn_prefill`` computes prompt rows by chunks of 64
 (the WY form), which is another arithmetic and therefore used for prompt rows only.
 """
@@ -22,10 +22,10 @@ from paceline.config import CHUNK_SIZE
 def gdn_verify(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor, state: Tensor, head_map: Tensor, batch: PackedBatch
 ) -> tuple[Tensor, Tensor]:
-    """q, k [N, Hk, Dk]; v [N, Hv, Dv]; beta, g [N, Hv]; state [S, Hv, Dk, Dv], one per span (read only);
-    head_map [Hv] the key head of each value head. Returns (o, d), both [N, Hv, Dv]."""
+    """q, k [N, Hk, Dk]; v [N, Hv, Dv]; beta, g [N, Hv]; state [L, Hv, Dk, Dv] of every lane, of which ``batch.lanes`` are
+    read; head_map [Hv] the key head of each value head. Returns (o, d), both [N, Hv, Dv]."""
     order = sorted(range(len(batch.lengths)), key=lambda span: -batch.lengths[span])
-    state = state[torch.tensor(order, device=q.device)]
+    state = state[batch.lanes[torch.tensor(order, device=q.device)]]
     key_query = torch.stack((k[:, head_map], q[:, head_map]), dim=2)
     overlap = (key_query[:, :, 0] * key_query[:, :, 1]).sum(-1, keepdim=True)
     decay = torch.exp(g).unsqueeze(-1)
@@ -54,21 +54,25 @@ def _advance(state: Tensor, k: Tensor, d: Tensor, decay: Tensor) -> None:
     state.mul_(decay.unsqueeze(-1)).add_(k.unsqueeze(-1) * d.unsqueeze(-2))
 
 
-def gdn_replay(state: Tensor, k: Tensor, d: Tensor, g: Tensor, head_map: Tensor) -> None:
-    """Apply the kept rows of one lane's log to its state, in order and in place, for all layers at once.
+def gdn_replay(state: Tensor, k: Tensor, d: Tensor, g: Tensor, keep: Tensor, head_map: Tensor, batch: PackedBatch) -> None:
+    """Apply the first ``keep`` [S] rows of each span's log to its lane's state, in order and in place, in every layer.
 
-    state [layers, Hv, Dk, Dv]; k [layers, keep, Hk, Dk]; d [layers, keep, Hv, Dv]; g [layers, keep, Hv].
+    state [layers, L, Hv, Dk, Dv]; the log k [layers, N, Hk, Dk], d [layers, N, Hv, Dv], g [layers, N, Hv]. A span that keeps
+    no row leaves its lane alone. Either every lane is advanced or, when this raises, none.
     """
+    after = state[:, batch.lanes]
     k, decay = k[:, :, head_map], torch.exp(g).unsqueeze(-1)
-    for row in range(k.shape[1]):
-        _advance(state, k[:, row], d[:, row], decay[:, row])
+    for span, (start, rows) in enumerate(zip(batch.offsets, keep.tolist(), strict=True)):
+        for row in range(start, start + rows):
+            _advance(after[:, span], k[:, row], d[:, row], decay[:, row])
+    state[:, batch.lanes] = after
 
 
 def gdn_prefill(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor, state: Tensor, head_map: Tensor, batch: PackedBatch
 ) -> tuple[Tensor, Tensor]:
     """Shapes as in ``gdn_verify``; every span starts at a multiple of 64 of its sequence. Returns (o [N, Hv, Dv], the new
-    states [S, Hv, Dk, Dv]). A partial last chunk is padded with rows of zeros, which are exact no-ops."""
+    states [S, Hv, Dk, Dv] of the spans). A partial last chunk is padded with rows of zeros, which are exact no-ops."""
     chunks = _plan(batch, q.device)
     q, k, v, beta, g = (chunks.gather(t) for t in (q, k, v, beta, g))
     overlap_qk, overlap_kk = _mm(q, k.transpose(-1, -2))[:, head_map], _mm(k, k.transpose(-1, -2))[:, head_map]
@@ -84,7 +88,7 @@ def gdn_prefill(
     scores, q_decayed = overlap_qk * ratio, growth * q
     last = total[..., -1:]
     k_decayed = (torch.exp(last - total).unsqueeze(-1) * k).transpose(-1, -2)
-    state, out = state[chunks.order], torch.empty_like(v)
+    state, out = state[batch.lanes[chunks.order]], torch.empty_like(v)
     for at in chunks.turns:
         before = state[: at.stop - at.start]
         value = u[at] - _mm(y[at], before)
