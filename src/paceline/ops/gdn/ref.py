@@ -12,6 +12,8 @@ the walk, so that committing is bit-identical to having stepped. ``gdn_prefill``
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 
@@ -24,24 +26,21 @@ def gdn_verify(
 ) -> tuple[Tensor, Tensor]:
     """q, k [N, Hk, Dk]; v [N, Hv, Dv]; beta, g [N, Hv]; state [L, Hv, Dk, Dv] of every lane, of which ``batch.lanes`` are
     read; head_map [Hv] the key head of each value head. Returns (o, d), both [N, Hv, Dv]."""
-    order = sorted(range(len(batch.lengths)), key=lambda span: -batch.lengths[span])
-    state = state[batch.lanes[torch.tensor(order, device=q.device)]]
-    key_query = torch.stack((k[:, head_map], q[:, head_map]), dim=2)
-    overlap = (key_query[:, :, 0] * key_query[:, :, 1]).sum(-1, keepdim=True)
-    decay = torch.exp(g).unsqueeze(-1)
+    steps = _steps(batch, q.device)
+    state = state[batch.lanes[steps.order]]
+    key_query = steps.gather(torch.stack((k, q), dim=2)[:, head_map])
+    v, beta, decay = steps.gather(v), steps.gather(beta.unsqueeze(-1)), steps.gather(torch.exp(g).unsqueeze(-1))
+    overlap = (key_query[:, :, :, 0] * key_query[:, :, :, 1]).sum(-1, keepdim=True)
     out, delta = torch.empty_like(v), torch.empty_like(v)
-    for step in range(batch.lengths[order[0]]):
-        rows = [batch.offsets[span] + step for span in order if batch.lengths[span] > step]
-        going_on = sum(batch.lengths[span] > step + 1 for span in order)
-        at = torch.tensor(rows, device=q.device)
-        read = _contract(key_query[at], state[: len(rows)])
-        d = beta[at].unsqueeze(-1) * (v[at] - decay[at] * read[:, :, 0])
-        out[at] = decay[at] * read[:, :, 1] + overlap[at] * d
-        delta[at] = d
+    for step, (active, going_on) in enumerate(itertools.pairwise((*steps.active, 0))):
+        at = (step, slice(active))
+        read = _contract(key_query[at], state[:active])
+        torch.mul(beta[at], v[at] - decay[at] * read[:, :, 0], out=delta[at])
+        torch.add(decay[at] * read[:, :, 1], overlap[at] * delta[at], out=out[at])
         if going_on:
-            go = at[:going_on]
-            _advance(state[:going_on], key_query[go, :, 0], d[:going_on], decay[go])
-    return out, delta
+            go = (step, slice(going_on))
+            _advance(state[:going_on], key_query[go][:, :, 0], delta[go], decay[go])
+    return steps.scatter(out), steps.scatter(delta)
 
 
 def _contract(key_query: Tensor, state: Tensor) -> Tensor:
@@ -132,6 +131,37 @@ def _prefix_sum(x: Tensor) -> Tensor:
         x = torch.cat((x[..., :step], x[..., step:] + x[..., :-step]), dim=-1)
         step *= 2
     return x
+
+
+def _steps(batch: PackedBatch, device: torch.device) -> _Steps:
+    if "gdn steps" not in batch.plans:
+        batch.plans["gdn steps"] = _Steps(batch, device)
+    return batch.plans["gdn steps"]
+
+
+class _Steps:
+    """Rows of a packed batch arranged as [steps, spans, ...] with the longest span in front, so that the spans that have a
+    row at a step are the first ``active[step]`` of ``order``. Cells behind them repeat some row and are not used."""
+
+    def __init__(self, batch: PackedBatch, device: torch.device) -> None:
+        lengths, offsets = torch.tensor(batch.lengths), torch.tensor(batch.offsets)
+        order = torch.argsort(lengths, descending=True, stable=True)
+        step = torch.arange(max(batch.lengths)).unsqueeze(1)
+        there = step < lengths[order]
+        rows = torch.where(there, offsets[order] + step, 0)
+        cells = torch.empty(batch.num_rows, dtype=torch.int64)
+        cells[rows[there]] = torch.arange(there.numel()).view(there.shape)[there]
+        self.active: list[int] = there.sum(1).tolist()
+        self.order, self._rows, self._cells = order.to(device), rows.flatten().to(device), cells.to(device)
+        self._shape = there.shape
+
+    def gather(self, x: Tensor) -> Tensor:
+        """[N, ...] -> [steps, spans, ...]."""
+        return x[self._rows].unflatten(0, self._shape)
+
+    def scatter(self, x: Tensor) -> Tensor:
+        """[steps, spans, ...] -> [N, ...]."""
+        return x.flatten(0, 1)[self._cells]
 
 
 def _plan(batch: PackedBatch, device: torch.device) -> _Chunks:
