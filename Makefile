@@ -9,7 +9,7 @@ demo: .venv/.installed
 	$(BIN)/paceline demo
 
 test: lint
-	$(BIN)/pytest -m "not gpu"
+	$(BIN)/pytest -m "not gpu" -n auto
 
 lint: .venv/.installed-dev
 	$(BIN)/ruff check .
