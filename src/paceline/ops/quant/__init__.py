@@ -1,5 +1,5 @@
 """Weights in the block formats of GGUF files."""
 
-from paceline.ops.quant.ref import BLOCKS, QuantTensor, dequantize, dequantize_rows, pack
+from paceline.ops.quant.ref import BLOCKS, KeepsStored, QuantTensor, dequantize, dequantize_rows, pack
 
-__all__ = ["BLOCKS", "QuantTensor", "dequantize", "dequantize_rows", "pack"]
+__all__ = ["BLOCKS", "KeepsStored", "QuantTensor", "dequantize", "dequantize_rows", "pack"]
