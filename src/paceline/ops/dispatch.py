@@ -9,11 +9,17 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Literal, TypeVar, cast
 
+import torch
 from torch import Tensor
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _forced: ContextVar[Literal["ref"] | None] = ContextVar("forced", default=None)
+
+
+def uses_kernels(device: torch.device) -> bool:
+    """Whether ops on tensors of ``device`` run as kernels."""
+    return device.type == "cuda" and _forced.get() is None
 
 
 def by_device(reference: Function, kernel_module: str) -> Function:
@@ -25,7 +31,7 @@ def by_device(reference: Function, kernel_module: str) -> Function:
     @functools.wraps(reference)
     def op(*arguments: Any, **keywords: Any) -> Any:
         first = next(a for a in arguments if isinstance(a, Tensor))
-        if first.is_cuda and _forced.get() is None:
+        if uses_kernels(first.device):
             kernel = getattr(importlib.import_module(kernel_module), reference.__name__)
             return kernel(*arguments, **keywords)
         return reference(*arguments, **keywords)

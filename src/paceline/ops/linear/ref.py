@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from paceline.ops.linear.tiles import TiledWeight
 from paceline.ops.quant import QuantTensor, dequantize
 from paceline.types import RowKind
 
@@ -29,8 +30,11 @@ class PackedWeight:
     blocked: bool
 
 
-def pack(weight: Tensor) -> PackedWeight:
-    """Prepare a dense weight [N, K] in float32, bfloat16 or float16. Keeps its values exactly."""
+def pack(weight: Tensor | QuantTensor, dtype: torch.dtype, device: torch.device) -> PackedWeight:
+    """A dense weight [N, K] on ``device``, its values rounded once to ``dtype`` (float32, bfloat16 or float16)."""
+    if isinstance(weight, QuantTensor):
+        weight = dequantize(weight, dtype)
+    weight = weight.to(device, dtype)
     rows, columns = weight.shape
     blocked = weight.device.type == "cpu" and _blocked_layout_available(weight.dtype)
     data = weight.contiguous()
@@ -47,7 +51,7 @@ def _blocked_layout_available(dtype: torch.dtype) -> bool:
     return dtype == torch.float32
 
 
-def linear(x: Tensor, weight: PackedWeight | QuantTensor, kind: RowKind) -> Tensor:
+def linear(x: Tensor, weight: PackedWeight | TiledWeight | QuantTensor, kind: RowKind) -> Tensor:
     """x [M, K] (any float type, any strides) times weight [N, K] transposed -> float32 [M, N].
 
     x is rounded to the weight's type, products accumulate in float32, and their sums are rounded to the weight's type once
@@ -55,7 +59,9 @@ def linear(x: Tensor, weight: PackedWeight | QuantTensor, kind: RowKind) -> Tens
     float32, whichever x has, on each call: the same values as dequantising at load.
     """
     if isinstance(weight, QuantTensor):
-        weight = pack(dequantize(weight, x.dtype))
+        weight = pack(weight, x.dtype, x.device)
+    if isinstance(weight, TiledWeight):
+        raise TypeError("the weight was packed for the kernel, it cannot be used with the reference")
     rows, tile = x.shape[0], TILE_ROWS[kind]
     source = F.pad(x.to(weight.dtype), (0, 0, 0, -rows % tile)).contiguous()
     out = torch.empty(source.shape[0], weight.shape[0], device=x.device)

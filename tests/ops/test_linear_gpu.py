@@ -1,0 +1,127 @@
+"""Products on a GPU: against float64, and a row's bits whatever the other rows are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from block_data import random_blocks
+from torch import Tensor
+
+from paceline.models.layers import Embedding, Linear
+from paceline.ops.linear import TiledWeight, linear, pack
+from paceline.ops.quant import BLOCKS, dequantize
+from paceline.types import RowKind
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
+
+CUDA = torch.device("cuda")
+KINDS: tuple[RowKind, ...] = ("decode", "prefill")
+SHAPES = [(6, 512), (37, 768), (512, 1536), (1280, 512), (300, 5120)]
+"""(N, K); more blocks than programs in the last, tiles that several programs share in all."""
+LIMIT = 1e-3
+"""Error over the norm of a row. Both factors are rounded to 11 bits, at random: 3e-4, and up to twice that where a weight is
+the difference of two rounded numbers (Q4_K, Q5_K)."""
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> Iterator[None]:
+    torch.manual_seed(0)
+    yield
+
+
+def poison(megabytes: int = 64) -> None:
+    """Leave NaN in the memory that the next ``torch.empty`` is likely to get."""
+    torch.full((megabytes << 18,), torch.nan, device=CUDA)
+
+
+def rows(count: int, columns: int) -> Tensor:
+    """Rows of very different magnitudes, some with outliers."""
+    x = torch.randn(count, columns, device=CUDA)
+    x *= 10.0 ** torch.randint(-2, 3, (count, 1), device=CUDA)
+    x[::7] *= 1e7
+    x[3::7] *= 1e-12
+    x[5::7, ::97] *= 300
+    return x
+
+
+def error(got: Tensor, x: Tensor, weight: Tensor) -> float:
+    expected = x.double() @ weight.double().T
+    return float(((got.double() - expected).norm(dim=1) / expected.norm(dim=1)).max())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("qtype", BLOCKS)
+def test_equals_float64(qtype: str, kind: RowKind) -> None:
+    for n, k in SHAPES:
+        stored = random_blocks(qtype, n, k)
+        weight, dense = pack(stored, torch.bfloat16, CUDA), dequantize(stored).to(CUDA)
+        for count in (1, 17, 70):
+            x = rows(count, k)
+            poison()
+            assert error(linear(x, weight, kind), x, dense) < LIMIT, (n, k, count)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("k", [32, 96, 544])
+def test_columns_that_are_no_whole_block(k: int, kind: RowKind) -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        stored = random_blocks("Q8_0", 45, k)
+        x = rows(5, k)
+        assert error(linear(x, pack(stored, dtype, CUDA), kind), x, dequantize(stored).to(CUDA)) < LIMIT
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_float32_products_are_ieee(kind: RowKind) -> None:
+    weight = torch.randn(300, 1536, device=CUDA)
+    x = rows(70, 1536)
+    assert error(linear(x, pack(weight), kind), x, weight) < 1e-6
+
+
+@pytest.mark.parametrize("exponent", [-30, 30])
+@pytest.mark.parametrize("kind", KINDS)
+def test_dense_weights_of_any_magnitude(kind: RowKind, exponent: int) -> None:
+    weight = torch.randn(300, 512, device=CUDA).bfloat16() * 2.0**exponent
+    x = rows(7, 512)
+    assert error(linear(x, pack(weight), kind), x, weight) < LIMIT
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("form", ["IQ4_XS", "Q4_K", "Q5_K", "Q6_K", "Q8_0", "BF16", "F32"])
+def test_a_row_knows_nothing_of_its_neighbours(form: str, kind: RowKind) -> None:
+    for n, k in ((6, 512), (600, 2048)):
+        weight = pack(random_blocks(form, n, k), torch.float32 if form == "F32" else torch.bfloat16, CUDA)
+        x = rows(70, k)
+        everything = linear(x, weight, kind)
+        assert not everything.isnan().any()
+        for count in range(1, 71):
+            assert torch.equal(linear(x[:count], weight, kind), everything[:count]), (n, k, count)
+        for place in (0, 15, 16, 31, 33, 69):
+            assert torch.equal(linear(x[place : place + 1], weight, kind), everything[place : place + 1]), (n, k, place)
+        order = torch.randperm(70, device=CUDA)
+        assert torch.equal(linear(x[order], weight, kind), everything[order])
+        assert torch.equal(linear(x.T.contiguous().T, weight, kind), everything)
+        x[::2] = torch.nan
+        assert torch.equal(linear(x, weight, kind)[1::2], everything[1::2])
+
+
+def test_prompt_rows_in_several_panels() -> None:
+    weight = pack(random_blocks("IQ4_XS", 512, 1024), torch.bfloat16, CUDA)
+    x = rows(700, 1024)
+    everything = linear(x, weight, "prefill")
+    assert torch.equal(linear(x[300:500], weight, "prefill"), everything[300:500])
+
+
+def test_modules_keep_the_stored_weight() -> None:
+    stored = random_blocks("Q6_K", 600, 512)
+    embedding, head = Embedding(600, 512), Linear(512, 600, torch.bfloat16, dense_dtype=torch.float32)
+    embedding.keep(stored, CUDA)
+    embedding.share(head)
+    head.pack()
+    ids = torch.tensor([5, 599, 0, 5], device=CUDA)
+    assert torch.equal(embedding(ids), dequantize(stored).to(CUDA)[ids])
+    assert isinstance(head.packed, TiledWeight) and head.packed.form == "Q6_K"
+    x = rows(3, 512)
+    assert error(head(x, "decode"), x, dequantize(stored).to(CUDA)) < LIMIT
+    assert not list(embedding.parameters()) and not list(head.parameters())
