@@ -6,8 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from paceline.ops.activation import swiglu
-from paceline.ops.linear import PackedWeight, linear, pack
+from paceline.ops.linear import PackedWeight, TiledWeight, linear, pack
 from paceline.ops.norm import rms_norm
+from paceline.ops.quant import QuantTensor, dequantize_rows
 from paceline.types import RowKind
 
 
@@ -17,17 +18,24 @@ def parameter(*shape: int, dtype: torch.dtype = torch.float32) -> nn.Parameter:
 
 
 class Linear(nn.Module):
-    """y = x Wᵀ, weight [out, in]. ``pack`` must be called once after loading; it moves the weight into the layout that the
-    product wants and frees the loaded one."""
+    """y = x Wᵀ, weight [out, in], products of ``dtype``. A weight comes either from the loader in its stored form (``keep``)
+    or as a dense parameter of ``dense_dtype`` (by default ``dtype``), which ``pack``, called once after loading, moves into
+    the layout that the product wants."""
 
-    def __init__(self, inputs: int, outputs: int, dtype: torch.dtype) -> None:
+    def __init__(self, inputs: int, outputs: int, dtype: torch.dtype, dense_dtype: torch.dtype | None = None) -> None:
         super().__init__()
-        self.weight = parameter(outputs, inputs, dtype=dtype)
-        self.packed: PackedWeight | None = None
+        self.dtype = dtype
+        self.weight = parameter(outputs, inputs, dtype=dense_dtype or dtype)
+        self.packed: PackedWeight | TiledWeight | None = None
+
+    def keep(self, weight: QuantTensor, device: torch.device) -> None:
+        self.packed = pack(weight, self.dtype, device)
+        self._parameters.pop("weight", None)
 
     def pack(self) -> None:
-        self.packed = pack(self.weight)
-        del self.weight
+        if self.packed is None:
+            self.packed = pack(self.weight)
+            del self.weight
 
     def forward(self, x: Tensor, kind: RowKind) -> Tensor:
         assert self.packed is not None, "pack() has not been called"
@@ -45,14 +53,28 @@ class RMSNorm(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Rows of a float32 table [vocab, hidden]."""
+    """Rows of a table [vocab, hidden], float32: kept dense, or in its stored form, whose rows are decoded when asked for."""
 
     def __init__(self, vocab: int, hidden: int) -> None:
         super().__init__()
         self.weight = parameter(vocab, hidden)
+        self.stored: QuantTensor | None = None
+
+    def keep(self, weight: QuantTensor, device: torch.device) -> None:
+        self.stored = weight.to(device)
+        del self.weight
 
     def forward(self, token_ids: Tensor) -> Tensor:
+        if self.stored is not None:
+            return dequantize_rows(self.stored, token_ids)
         return self.weight[token_ids]
+
+    def share(self, head: Linear) -> None:
+        """Let ``head`` multiply by this table."""
+        if self.stored is not None:
+            head.keep(self.stored, self.stored.data.device)
+        else:
+            head.weight = self.weight
 
 
 class MLP(nn.Module):

@@ -33,16 +33,16 @@ class Qwen35(nn.Module):
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Layer(config, index, dtype) for index in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_eps)
-        self.lm_head = Linear(config.hidden_size, config.vocab_size, torch.float32)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size, dtype, dense_dtype=torch.float32)
         if config.tie_embeddings:
             del self.lm_head.weight
         self.rope: RopeTable | None = None
 
     def finish(self, max_positions: int) -> None:
         """After loading: pack the products and make the rotary table for positions below ``max_positions``."""
-        config, device = self.config, self.embed_tokens.weight.device
+        config, device = self.config, self.norm.weight.device
         if config.tie_embeddings:
-            self.lm_head.weight = self.embed_tokens.weight
+            self.embed_tokens.share(self.lm_head)
         for module in self.modules():
             if isinstance(module, Linear):
                 module.pack()

@@ -13,7 +13,8 @@ from torch import nn
 
 from paceline.config import DrafterConfig, TargetConfig
 from paceline.errors import LoadError
-from paceline.ops.quant import BLOCKS, QuantTensor, dequantize
+from paceline.ops.dispatch import uses_kernels
+from paceline.ops.quant import BLOCKS, KeepsStored, QuantTensor, dequantize
 from paceline.weights import gguf_geometry, hf_geometry, names
 from paceline.weights.geometry import rows
 from paceline.weights.gguf import GgufFile, is_later_part
@@ -209,8 +210,8 @@ def _named(
 def fill(module: nn.Module, checkpoint: Checkpoint[Any], device: torch.device | str = "cpu") -> None:
     """Give every parameter of ``module`` (built on the meta device) its values, in the parameter's dtype, on ``device``.
 
-    Values are decoded in float32 and rounded once. ``LoadError`` names file, tensor and both shapes; nothing is decoded
-    before all names and shapes fit.
+    Values are decoded in float32 and rounded once; a weight whose module keeps the stored form is not decoded on a GPU.
+    ``LoadError`` names file, tensor and both shapes; nothing is decoded before all names and shapes fit.
     """
     parameters = dict(module.named_parameters())
     for name, parameter in parameters.items():
@@ -229,9 +230,13 @@ def fill(module: nn.Module, checkpoint: Checkpoint[Any], device: torch.device | 
             f"{checkpoint.path}: the model has no place for {len(unexpected)} tensors, first {source} {list(tensor.shape)}"
         )
     for name, parameter in parameters.items():
-        owner, _, leaf = name.rpartition(".")
-        values = dequantize(checkpoint.tensors[name], parameter.dtype).to(device)
-        setattr(module.get_submodule(owner), leaf, nn.Parameter(values, requires_grad=False))
+        path, _, leaf = name.rpartition(".")
+        owner, stored = module.get_submodule(path), checkpoint.tensors[name]
+        if leaf == "weight" and isinstance(owner, KeepsStored) and uses_kernels(torch.device(device)):
+            owner.keep(stored, torch.device(device))
+        else:
+            values = dequantize(stored.to(device), parameter.dtype)
+            setattr(owner, leaf, nn.Parameter(values, requires_grad=False))
 
 
 def check_pair(target: Checkpoint[TargetConfig], drafter: Checkpoint[DrafterConfig]) -> None:
