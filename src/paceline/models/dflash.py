@@ -41,7 +41,9 @@ class DFlash(nn.Module):
         self.norm = RMSNorm(hidden, config.rms_eps)
         self.candidate_selector = Selector(config, dtype) if config.selector_rank else None
         self.embed_tokens = Embedding(config.own_embedding_rows, hidden) if config.own_embedding_rows else None
-        self.lm_head = Linear(hidden, config.own_head_rows, torch.float32) if config.own_head_rows else None
+        self.lm_head = None
+        if config.own_head_rows:
+            self.lm_head = Linear(hidden, config.own_head_rows, dtype, dense_dtype=torch.float32)
         self.rope: RopeTable | None = None
 
     def finish(self, max_positions: int) -> None:
