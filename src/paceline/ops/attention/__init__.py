@@ -1,3 +1,7 @@
-from paceline.ops.attention.ref import KEY_BLOCK, QUERY_TILE, attention
+from paceline.ops.attention import ref
+from paceline.ops.attention.ref import KEY_BLOCK, QUERY_TILE
+from paceline.ops.dispatch import by_device
+
+attention = by_device(ref.attention, "paceline.ops.attention.kernel")
 
 __all__ = ["KEY_BLOCK", "QUERY_TILE", "attention"]

@@ -1,0 +1,364 @@
+"""Paged attention in Triton: one walk over the keys for both kinds of rows, and a sum over pieces of the context.
+
+A program computes one query tile (``QUERY_TILE`` rows of a span times some of the query heads that share a key head, padded
+to a product of one shape) over one piece of the keys. Pieces and key blocks begin at fixed absolute positions, so that a row
+meets the same blocks in the same order whatever is beside it; a block that a row does not see multiplies what it holds by
+one and adds zeros. Where the longest context of the batch has one piece only, the result is written at once; the sum over
+pieces of a row that has but one gives the same bits.
+
+Precision: queries, keys, weights and values enter the products in 16 bits (bfloat16 pages: bfloat16; float16 and q8_0 pages:
+float16, a q8_0 value rounded once from scale times level), the sums and the softmax are float32. So a score is off by at
+most 2^-10 of the sum of its |q k| (2^-8 for bfloat16), a weight and a value by 2^-11 (2^-8) of themselves. float32 pages are
+multiplied in three bfloat16 parts each, which is as good as float32.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from paceline.batch import PackedBatch
+from paceline.config import PAGE_SIZE
+from paceline.ops.attention.ref import QUERY_TILE
+from paceline.ops.kv import PagedTensor
+from paceline.types import RowKind
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """``tile`` rows times heads of a program at most, ``block`` keys per product, ``piece`` keys per program (None: all)."""
+
+    tile: int
+    block: int
+    piece: int | None
+    warps: int
+    stages: int
+
+
+TILING: dict[tuple[RowKind, int], Tiling] = {
+    ("decode", 2): Tiling(tile=64, block=64, piece=256, warps=4, stages=2),
+    ("decode", 4): Tiling(tile=64, block=16, piece=256, warps=8, stages=1),
+    ("prefill", 2): Tiling(tile=128, block=64, piece=None, warps=8, stages=2),
+    ("prefill", 4): Tiling(tile=64, block=16, piece=None, warps=8, stages=1),
+}
+"""By kind of rows and bytes of a factor in the products. Part of the arithmetic: a change changes bits."""
+
+_OPERAND = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.int8: tl.float16}
+_PIECES_PER_SUM = tl.constexpr(32)
+_CHANNELS_PER_SUM = tl.constexpr(64)
+_GROUP = tl.constexpr(32)
+_PAGE = tl.constexpr(PAGE_SIZE)
+_VARYING = ["tiles_per_span", "table_stride", "pieces", "window"]
+"""Arguments that change from batch to batch: Triton would compile anew where one is 1 or a multiple of 16."""
+
+
+def attention(
+    q: Tensor,
+    k_cache: PagedTensor,
+    v_cache: PagedTensor,
+    page_table: Tensor,
+    batch: PackedBatch,
+    *,
+    scale: float,
+    causal: bool,
+    window: int | None = None,
+) -> Tensor:
+    """The grid comes from ``lengths`` and ``bases`` of the host, which may be too large; all else from the device's."""
+    q = q if q.stride(-1) == 1 else q.contiguous()
+    rows, heads, dim = q.shape
+    kv_heads = k_cache.data.shape[2]
+    wide = torch.float32 in (k_cache.data.dtype, v_cache.data.dtype)
+    tiling = TILING[batch.kind, 4 if wide else 2]
+    tile_rows = QUERY_TILE[batch.kind]
+    tile_heads = _heads_per_tile(heads // kv_heads, tiling.tile // tile_rows)
+    longest = max(base + length for base, length in zip(batch.bases, batch.lengths, strict=True))
+    pieces = _pieces(longest, max(batch.lengths), tiling.piece, window)
+    tiles_per_span = triton.cdiv(max(batch.lengths), tile_rows)
+
+    out = torch.empty(rows, heads, dim, dtype=torch.float32, device=q.device)
+    whole = pieces == 1
+    parts = out if whole else out.new_empty(rows, heads, pieces, dim)
+    peaks, totals = (out if whole else out.new_empty(rows, heads, pieces) for _ in range(2))
+    spans = (batch.starts, batch.span_lengths, batch.span_bases)
+    facts = (pieces, window or 0)
+    geometry = {"TILE_ROWS": tile_rows, "PIECE": tiling.piece or 0, "CAUSAL": causal, "WINDOWED": window is not None}
+    _attend[batch.num_spans * tiles_per_span, heads // tile_heads, pieces](
+        q,
+        k_cache.data,
+        k_cache.scale,
+        v_cache.data,
+        v_cache.scale,
+        page_table,
+        *spans,
+        parts,
+        peaks,
+        totals,
+        tiles_per_span,
+        page_table.stride(0),
+        q.stride(0),
+        q.stride(1),
+        scale * math.log2(math.e),
+        *facts,
+        HEADS=heads,
+        KV_HEADS=kv_heads,
+        TILE_HEADS=tile_heads,
+        TILE=max(16, triton.next_power_of_2(tile_rows * tile_heads)),
+        DIM=dim,
+        PADDED=max(16, triton.next_power_of_2(dim)),
+        K_OPERAND=_OPERAND[k_cache.data.dtype],
+        V_OPERAND=_OPERAND[v_cache.data.dtype],
+        PRECISION="bf16x6" if q.is_cuda else "ieee",  # the interpreter knows no other
+        PTX=torch.version.cuda is not None and q.is_cuda,
+        BLOCK=tiling.block,
+        WHOLE=whole,
+        **geometry,
+        num_warps=tiling.warps,
+        num_stages=tiling.stages,
+    )
+    if not whole:
+        _add_pieces[rows, heads, triton.cdiv(dim, _CHANNELS_PER_SUM.value)](
+            parts, peaks, totals, out, batch.row_span, batch.positions, *spans, *facts, HEADS=heads, DIM=dim, **geometry
+        )
+    return out
+
+
+def _heads_per_tile(group: int, limit: int) -> int:
+    """The largest divisor of the query heads per key head that a tile has room for."""
+    return next(heads for heads in range(min(group, limit), 0, -1) if group % heads == 0)
+
+
+def _pieces(longest: int, rows: int, piece: int | None, window: int | None) -> int:
+    """Pieces that a tile of the batch can touch."""
+    if piece is None:
+        return 1
+    pieces = triton.cdiv(longest, piece)
+    if window is not None:
+        pieces = min(pieces, (window + rows - 3) // piece + 2)  # n consecutive keys touch at most (n - 2) // piece + 2
+    return pieces
+
+
+@triton.jit(do_not_specialize=_VARYING)
+def _attend(
+    q,
+    k_data,
+    k_scale,
+    v_data,
+    v_scale,
+    page_table,
+    starts,
+    lengths,
+    bases,
+    parts,
+    peaks,
+    totals,
+    tiles_per_span,
+    table_stride,
+    q_row_stride,
+    q_head_stride,
+    scale,
+    pieces,
+    window,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    TILE_HEADS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    DIM: tl.constexpr,
+    PADDED: tl.constexpr,
+    K_OPERAND: tl.constexpr,
+    V_OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PTX: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PIECE: tl.constexpr,
+    WHOLE: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOWED: tl.constexpr,
+):
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the last tiles of a prompt have the most keys: they begin first
+    span = tile // tiles_per_span
+    first_row = tile % tiles_per_span * TILE_ROWS
+    length = tl.load(lengths + span).to(tl.int32)
+    base = tl.load(bases + span).to(tl.int32)
+    first_key, last_key = _keys_of_tile(base, first_row, length, window, TILE_ROWS, CAUSAL, WINDOWED)
+    begin = first_key // BLOCK * BLOCK
+    end = last_key + 1
+    if PIECE > 0:
+        piece = first_key // PIECE + tl.program_id(2)
+        begin = tl.maximum(begin, piece * PIECE)
+        end = tl.minimum(end, piece * PIECE + PIECE)
+    if (first_row >= length) | (begin >= end):
+        return
+
+    in_tile = tl.arange(0, TILE)
+    row = first_row + in_tile % TILE_ROWS
+    head = tl.program_id(1) * TILE_HEADS + in_tile // TILE_ROWS
+    real = (in_tile < TILE_ROWS * TILE_HEADS) & (row < length)
+    packed = tl.load(starts + span) + row
+    channel = tl.arange(0, PADDED)
+    stored = real[:, None] & (channel < DIM)[None, :]
+    address = q + (packed * q_row_stride + head * q_head_stride)[:, None] + channel[None, :]
+    queries = (tl.load(address, mask=stored, other=0.0) * scale).to(K_OPERAND)
+    position = tl.where(real, base + row, -1)
+
+    kv_head = tl.program_id(1) * TILE_HEADS // (HEADS // KV_HEADS)
+    peak = tl.full([TILE], float("-inf"), tl.float32)
+    total = tl.zeros([TILE], tl.float32)
+    values = tl.zeros([TILE, PADDED], tl.float32)
+    for block in range(begin, end, BLOCK):
+        key = block + tl.arange(0, BLOCK)
+        known = (key >= first_key) & (key <= last_key)  # what lies elsewhere may be NaN, and 0 * NaN is not 0
+        page = tl.load(page_table + span * table_stride + key // _PAGE, mask=known, other=0).to(tl.int64)
+        stripe = (page * _PAGE + key % _PAGE) * KV_HEADS + kv_head
+        k = _stored_rows(k_data, k_scale, stripe, known, BLOCK, DIM, PADDED, K_OPERAND, PTX)
+        scores = tl.dot(queries, tl.trans(k), input_precision=PRECISION)
+        distance = position[:, None] - key[None, :]
+        visible = known[None, :] & real[:, None]
+        if CAUSAL:
+            visible = visible & (distance >= 0)
+        if WINDOWED:
+            visible = visible & (tl.abs(distance) < window)
+        scores = tl.where(visible, scores, float("-inf"))
+        new_peak = tl.maximum(peak, tl.max(scores, 1))
+        finite = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        weights = tl.exp2(scores - finite[:, None])
+        shrink = tl.exp2(peak - finite)
+        peak = new_peak
+        total = tl.fma(total, shrink, tl.sum(weights, 1))  # a choice left to the compiler could fall differently per variant
+        v = _stored_rows(v_data, v_scale, stripe, known, BLOCK, DIM, PADDED, V_OPERAND, PTX)
+        values = tl.dot(weights.to(V_OPERAND), v, values * shrink[:, None], input_precision=PRECISION)
+
+    place = packed * HEADS + head
+    if WHOLE:
+        tl.store(parts + place[:, None] * DIM + channel[None, :], values / total[:, None], mask=stored)
+    else:
+        place = place * pieces + tl.program_id(2)
+        tl.store(parts + place[:, None] * DIM + channel[None, :], values, mask=stored)
+        tl.store(peaks + place, peak, mask=real)
+        tl.store(totals + place, total, mask=real)
+
+
+@triton.jit(do_not_specialize=_VARYING)
+def _add_pieces(
+    parts,
+    peaks,
+    totals,
+    out,
+    row_span,
+    positions,
+    starts,
+    lengths,
+    bases,
+    pieces,
+    window,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    PIECE: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOWED: tl.constexpr,
+):
+    """One row and head: its pieces in blocks that begin at fixed pieces; pieces that the row does not see weigh nothing."""
+    row = tl.program_id(0).to(tl.int64)
+    span = tl.load(row_span + row)
+    base = tl.load(bases + span).to(tl.int32)
+    length = tl.load(lengths + span).to(tl.int32)
+    first_row = (row - tl.load(starts + span)).to(tl.int32) // TILE_ROWS * TILE_ROWS
+    tile_key, last_key = _keys_of_tile(base, first_row, length, window, TILE_ROWS, CAUSAL, WINDOWED)
+    position = tl.load(positions + row).to(tl.int32)
+    first_key = tile_key
+    if WINDOWED:
+        first_key = tl.maximum(position - window + 1, 0)
+        last_key = tl.minimum(last_key, position + window - 1)
+    if CAUSAL:
+        last_key = tl.minimum(last_key, position)
+    first, last = first_key // PIECE, last_key // PIECE
+    begin = first // _PIECES_PER_SUM * _PIECES_PER_SUM
+    place = (row * HEADS + tl.program_id(1)) * pieces - tile_key // PIECE
+    channel = tl.program_id(2) * _CHANNELS_PER_SUM + tl.arange(0, _CHANNELS_PER_SUM)
+
+    peak = float("-inf")
+    for block in range(begin, last + 1, _PIECES_PER_SUM):
+        piece = block + tl.arange(0, _PIECES_PER_SUM)
+        mine = (piece >= first) & (piece <= last)
+        peak = tl.maximum(peak, tl.max(tl.load(peaks + place + piece, mask=mine, other=float("-inf")), 0))
+    total = 0.0
+    values = tl.zeros([_CHANNELS_PER_SUM], tl.float32)
+    for block in range(begin, last + 1, _PIECES_PER_SUM):
+        piece = block + tl.arange(0, _PIECES_PER_SUM)
+        mine = (piece >= first) & (piece <= last)
+        weight = tl.exp2(tl.load(peaks + place + piece, mask=mine, other=float("-inf")) - peak)
+        total += tl.sum(weight * tl.load(totals + place + piece, mask=mine, other=0.0), 0)
+        address = parts + (place + piece)[:, None] * DIM + channel[None, :]
+        part = tl.load(address, mask=mine[:, None] & (channel < DIM)[None, :], other=0.0)
+        values += tl.sum(weight[:, None] * part, 0)
+    target = out + (row * HEADS + tl.program_id(1)) * DIM + channel
+    tl.store(target, values / total, mask=channel < DIM)
+
+
+@triton.jit
+def _keys_of_tile(base, first_row, length, window, TILE_ROWS: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr):
+    """(first, last) position that some row of the tile sees."""
+    first_key = base * 0
+    last_key = base + length - 1
+    if CAUSAL:
+        last_key = tl.minimum(last_key, base + first_row + TILE_ROWS - 1)
+    if WINDOWED:
+        first_key = tl.maximum(base + first_row - window + 1, 0)
+    return first_key, last_key
+
+
+@triton.jit
+def _stored_rows(
+    data,
+    scale,
+    stripe,
+    known,
+    BLOCK: tl.constexpr,
+    DIM: tl.constexpr,
+    PADDED: tl.constexpr,
+    OPERAND: tl.constexpr,
+    PTX: tl.constexpr,
+):
+    """Keys or values [BLOCK, PADDED] of stripes [BLOCK] (slot times heads plus head), zeros where not known."""
+    if scale is None:
+        channel = tl.arange(0, PADDED)
+        address = data + stripe[:, None] * DIM + channel[None, :]
+        rows = tl.load(address, mask=known[:, None] & (channel < DIM)[None, :], other=0.0).to(OPERAND)
+    else:
+        group = tl.arange(0, PADDED // _GROUP)
+        inside = known[:, None] & (group < DIM // _GROUP)[None, :]
+        starts = data + stripe[:, None] * DIM + group[None, :] * _GROUP
+        levels = tl.load(starts[:, :, None] + tl.arange(0, _GROUP)[None, None, :], mask=inside[:, :, None], other=0)
+        steps = tl.load(scale + stripe[:, None] * (DIM // _GROUP) + group[None, :], mask=inside, other=0.0)
+        rows = tl.reshape(_as_float16(levels, PTX) * steps[:, :, None], (BLOCK, PADDED))
+    return rows
+
+
+@triton.jit
+def _as_float16(levels, PTX: tl.constexpr):
+    """int8 to float16. The conversion instruction would bound the kernel. Instead level + 128 becomes the low byte of
+    1024.0, four at a time, and 1152 is taken off, which is exact."""
+    if not PTX:
+        return levels.to(tl.float16)
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 biased, offset;
+        xor.b32 biased, $2, 0x80808080;
+        mov.b32 offset, 0x64806480;
+        prmt.b32 $0, biased, 0x64646464, 0x4140;
+        prmt.b32 $1, biased, 0x64646464, 0x4342;
+        sub.f16x2 $0, $0, offset;
+        sub.f16x2 $1, $1, offset;
+        }""",
+        "=&r,=&r,r",
+        [levels],
+        dtype=tl.float16,
+        is_pure=True,
+        pack=4,
+    )
