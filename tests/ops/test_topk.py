@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from paceline.ops.topk import argmax, top_k
+from paceline.ops.topk.ref import order_keys
 
 
 def brute_force(row: list[float], k: int) -> list[int]:
@@ -53,6 +54,13 @@ def test_infinities_keep_their_order() -> None:
     logits = torch.tensor([[0.0, torch.inf, torch.finfo(torch.float32).max, -torch.inf]])
     assert argmax(logits).tolist() == [1]
     assert top_k(logits, 4)[1].tolist() == [[1, 2, 0, 3]]
+
+
+def test_order_keys_sort_as_the_selection_does() -> None:
+    row = torch.tensor([[1.5, -0.0, 0.0, -torch.inf, torch.nan, 1.5, torch.inf, -2.0, 1e-45, -1e-45, -3e38]])
+    keys = order_keys(row, torch.arange(row.shape[1]))
+    assert keys.argsort(dim=1, descending=True).tolist() == top_k(row, row.shape[1])[1].tolist()
+    assert len(set(keys[0].tolist())) == row.shape[1]
 
 
 @pytest.mark.parametrize("k", [0, -1, 11])

@@ -42,6 +42,14 @@ def top_k(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     return values, ids.gather(1, places)
 
 
+def order_keys(values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """int64 keys in whose descending order values [R, C] float32 with their ids ([R, C] or [C], below 2**31) stand: higher
+    value first, then lower id. Keys of different rows compare as well."""
+    bits = (_numbers(values) + 0.0).view(torch.int32)  # -0.0 + 0.0 is 0.0, which ties with 0.0
+    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    return (ordered.to(torch.int64) << 32) | (0x7FFFFFFF - ids)
+
+
 def _numbers(logits: torch.Tensor) -> torch.Tensor:
     return torch.nan_to_num(logits, nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
 
