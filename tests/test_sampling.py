@@ -10,8 +10,10 @@ import torch
 from scipy import stats
 
 from paceline import sampling
+from paceline.ops.sample import gumbel, gumbel_of_vocabulary
+from paceline.ops.sample.ref import gumbel_from_bits, philox, prefix_sums, scaled, tree_sum
 from paceline.ops.topk import argmax
-from paceline.sampling import SamplingRows, gumbel, gumbel_from_bits, gumbel_of_vocabulary, philox, pick, pick_candidates
+from paceline.sampling import SamplingRows, pick, pick_candidates
 
 DRAWS = 20_000
 
@@ -225,7 +227,7 @@ def test_a_tie_at_the_cut_keeps_the_lower_id() -> None:
 
 def test_the_width_that_is_looked_at_first_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = torch.randn(60, 3001, generator=torch.Generator().manual_seed(5)) * torch.linspace(0.1, 8, 60)[:, None]
-    weights = sampling._sum(logits.softmax(dim=1))
+    weights = tree_sum(logits.softmax(dim=1))
     assert weights.allclose(torch.ones(60))
     rows = SamplingRows.from_lists(
         [1.0] * 60, [0, 0, 40] * 20, [0.5, 0.95, 0.99] * 20, [0.0] * 60, range(60), [0] * 60, range(60)
@@ -240,10 +242,10 @@ def test_the_width_that_is_looked_at_first_changes_nothing(monkeypatch: pytest.M
 
 def test_a_prefix_sum_does_not_depend_on_what_follows() -> None:
     x = torch.rand(5, 777, generator=torch.Generator().manual_seed(6))
-    sums = sampling._prefix_sums(x)
+    sums = prefix_sums(x)
     assert sums.allclose(x.double().cumsum(dim=1).float())
     for width in (1, 2, 63, 64, 65, 500):
-        assert torch.equal(sampling._prefix_sums(x[:, :width]), sums[:, :width])
+        assert torch.equal(prefix_sums(x[:, :width]), sums[:, :width])
 
 
 # ---- the drafter's draw
@@ -286,16 +288,16 @@ def test_a_row_does_not_depend_on_its_batch(any_threads: None) -> None:
     spread[:, ::2] = logits
 
     def everything(logits: torch.Tensor, rows: SamplingRows, ids: torch.Tensor) -> list[torch.Tensor]:
-        scaled = sampling._scaled(logits, rows.temperature[:, None].clamp(min=0.5))
+        weighed = scaled(logits, rows.temperature[:, None].clamp(min=0.5))
         return [
             pick(logits, rows),
             pick_candidates(logits[:, :16], ids, rows),
             gumbel_of_vocabulary(rows.seed, rows.choice, rows.position, vocab),
             gumbel(rows.seed, rows.choice, rows.position, ids),
-            scaled,
-            scaled.exp(),
-            sampling._sum(scaled.exp()),
-            sampling._prefix_sums(scaled.exp()),
+            weighed,
+            weighed.exp(),
+            tree_sum(weighed.exp()),
+            prefix_sums(weighed.exp()),
         ]
 
     alone = [everything(logits[i : i + 1], rows.select([i]), ids[i : i + 1]) for i in range(70)]

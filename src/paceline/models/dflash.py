@@ -21,7 +21,7 @@ from paceline.ops.attention import attention
 from paceline.ops.conv import dynamic_conv
 from paceline.ops.kv import write_rows
 from paceline.ops.rope import RopeTable, apply_rope
-from paceline.ops.selector import candidate_scores
+from paceline.ops.selector import selector_walk
 from paceline.ops.topk import top_k
 from paceline.sampling import SamplingRows, pick_candidates
 from paceline.types import RowKind
@@ -121,20 +121,18 @@ class Selector(nn.Module):
         lanes, slots, _ = hidden.shape
         values, ids = (t.view(lanes, slots, -1) for t in top_k(logits, self.top_k))
         query = self.hidden_projection(hidden.flatten(0, 1), "decode").view(lanes, slots, -1)
-        previous, path = anchors, []
-        for slot in range(slots):
-            scores = candidate_scores(
-                values[:, slot],
-                ids[:, slot],
-                query[:, slot],
-                previous,
-                self.predecessor_codebook,
-                self.successor_codebook,
-            )
-            chosen = pick_candidates(scores, ids[:, slot], rows.select(range(slot, lanes * slots, slots)))
-            previous = ids[:, slot].gather(1, chosen.unsqueeze(1)).squeeze(1)
-            path.append(previous)
-        return torch.stack(path, dim=1)
+        return selector_walk(
+            values,
+            ids,
+            query,
+            anchors,
+            self.predecessor_codebook,
+            self.successor_codebook,
+            rows.temperature,
+            rows.seed,
+            rows.choice,
+            rows.position,
+        )
 
 
 class Layer(nn.Module):

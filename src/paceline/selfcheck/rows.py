@@ -15,9 +15,10 @@ from paceline.ops.kv import allocate_pages, read_pages, write_rows
 from paceline.ops.linear import PackedWeight, linear, pack
 from paceline.ops.quant import BLOCKS, QuantTensor
 from paceline.ops.rope import RopeTable, apply_rope
-from paceline.ops.selector import candidate_scores
+from paceline.ops.sample import draw, gumbel, gumbel_of_vocabulary, last_kept
+from paceline.ops.selector import candidate_scores, selector_walk
 from paceline.ops.topk import argmax, top_k
-from paceline.sampling import SamplingRows, gumbel, gumbel_of_vocabulary, pick, pick_candidates
+from paceline.sampling import SamplingRows, pick, pick_candidates
 from paceline.selfcheck.case import Case, Outputs, Rng, laid_out, randn
 from paceline.types import RowKind
 
@@ -48,7 +49,8 @@ def row_cases() -> list[Case]:
     cases += [_rope(rng, rotary) for rotary in (16, 64)]
     cases += [_kv(rng, kind) for kind in CACHE_TYPES]
     cases += [_dynamic_conv(rng, rows=8, taps=2), _dynamic_conv(rng, rows=3, taps=4)]
-    cases += [_candidate_scores(rng), _top_k(rng), _gumbel(rng), _pick(rng), _pick_candidates(rng)]
+    cases += [_candidate_scores(rng), _selector_walk(rng), _top_k(rng)]
+    cases += [_gumbel(rng), _draw(rng), _pick(rng), _pick_candidates(rng)]
     return cases
 
 
@@ -150,6 +152,22 @@ def _candidate_scores(rng: Rng) -> Case:
     )
 
 
+def _selector_walk(rng: Rng) -> Case:
+    vocab, rank, k, slots = 300, 128, 16, 3
+    codebooks = randn(rng, vocab, rank), randn(rng, vocab, rank)
+    candidates = torch.from_numpy(np.stack([rng.permutation(vocab)[:k] for _ in range(ROWS * slots)])).view(ROWS, slots, k)
+    lanes = randn(rng, ROWS, slots, k), candidates, randn(rng, ROWS, slots, rank), torch.arange(ROWS)
+    rows = _sampling_rows(rng)
+
+    def compute(chosen: Sequence[int], rng: Rng) -> Outputs:
+        draws = rows.select([lane for lane in chosen for _ in range(slots)])
+        logits, ids, hidden, anchors = (laid_out(x[chosen], rng) for x in lanes)
+        key = (draws.seed, draws.choice, draws.position)
+        return _split(selector_walk(logits, ids, hidden, anchors, *codebooks, draws.temperature, *key))
+
+    return Case("selector_walk", ("selector_walk",), ROWS, compute)
+
+
 def _top_k(rng: Rng) -> Case:
     logits = (4.0 * randn(rng, ROWS, 3001)).round() / 4.0  # with ties
 
@@ -188,6 +206,17 @@ def _gumbel(rng: Rng) -> Case:
     return Case("gumbel", ("gumbel", "gumbel_of_vocabulary"), ROWS, compute)
 
 
+def _draw(rng: Rng) -> Case:
+    logits, rows = 2.0 * randn(rng, ROWS, 3001), _sampling_rows(rng)
+
+    def compute(chosen: Sequence[int], rng: Rng) -> Outputs:
+        x, draws = laid_out(logits[chosen], rng), rows.select(chosen)
+        cut = last_kept(x, draws.temperature, draws.top_k, draws.top_p, draws.limits)
+        return _split(cut, draw(x, draws.temperature, draws.min_p, draws.seed, draws.choice, draws.position, cut))
+
+    return Case("draw and last_kept", ("draw", "last_kept"), ROWS, compute)
+
+
 def _pick(rng: Rng) -> Case:
     logits, rows = 2.0 * randn(rng, ROWS, 3001), _sampling_rows(rng)
 
@@ -208,7 +237,7 @@ def _pick_candidates(rng: Rng) -> Case:
         index = pick_candidates(scores[chosen][:, order], candidates, rows.select(chosen))
         return _split(candidates.gather(1, index.unsqueeze(1)))
 
-    return Case("pick_candidates", ("pick_candidates",), ROWS, compute)
+    return Case("pick_candidates", ("pick_candidates", "draw_candidates"), ROWS, compute)
 
 
 def _name(dtype: torch.dtype) -> str:

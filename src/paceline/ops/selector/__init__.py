@@ -1,3 +1,9 @@
-from paceline.ops.selector.ref import candidate_scores
+from paceline.ops.dispatch import by_device
+from paceline.ops.selector import ref
 
-__all__ = ["candidate_scores"]
+_KERNEL = "paceline.ops.selector.kernel"
+
+candidate_scores = by_device(ref.candidate_scores, _KERNEL)
+selector_walk = by_device(ref.selector_walk, _KERNEL)
+
+__all__ = ["candidate_scores", "selector_walk"]
