@@ -90,7 +90,7 @@ class Workbench:
         drafter = self._drafter(case, loaded, references) if case.speculation else None
         config = drafter.model.config if isinstance(drafter, DFlashDrafter) else None
         pool = StatePool(
-            plan_state(options, target.config, config),
+            plan_state(options, target.config, config, loaded.runner.pool.device),
             key_head_of(target.config),
             loaded.runner.pool.device,
         )

@@ -77,7 +77,9 @@ DraftSwa = Annotated[
 
 # -- the machine -------------------------------------------------------------------------------------------------------
 
-Device = Annotated[str, typer.Option("--device", metavar="auto|cpu", help="Where the models run.")]
+Device = Annotated[
+    str, typer.Option("--device", metavar="auto|cpu|cuda", help="Where the models run; auto takes a GPU if there is one.")
+]
 Dtype = Annotated[
     str,
     typer.Option(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import platform
 
 import torch
@@ -17,31 +18,50 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 def resolve_device(name: str) -> torch.device:
-    if name not in ("auto", "cpu"):
-        raise ConfigError(
-            f"device must be 'auto' or 'cpu', got {name!r}: there are no kernels for other devices yet", param="device"
-        )
-    return torch.device("cpu")
+    """'auto' is the first NVIDIA GPU if torch sees one, else the CPU."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name not in ("cpu", "cuda"):
+        raise ConfigError(f"device must be 'auto', 'cpu' or 'cuda', got {name!r}", param="device")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device is 'cuda', but torch sees no GPU", param="device")
+    return torch.device(name)
 
 
-def resolve_dtype(name: str) -> torch.dtype:
-    """'auto' is bfloat16 where the processor multiplies it natively, else float32."""
+def resolve_dtype(name: str, device: torch.device | None = None) -> torch.dtype:
+    """'auto' is bfloat16 where the device (by default the CPU) multiplies it natively, else float32."""
     if name != "auto":
         return _DTYPES[name]
+    if device is not None and device.type == "cuda":
+        return torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float32
     return torch.bfloat16 if torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported() else torch.float32
+
+
+def configure(device: torch.device) -> None:
+    """Switch off what torch may do behind our back on a GPU: partial sums in 16 bits."""
+    if device.type == "cuda":
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
 
 
 def describe(options: EngineOptions) -> str:
     """One line with exactly what the fingerprint covers. What is not in it may not matter."""
+    device = resolve_device(options.device)
     parts = {
-        "device": _cpu(),
-        "dtype": str(resolve_dtype(options.dtype)).removeprefix("torch."),
+        "device": _cuda(device) if device.type == "cuda" else _cpu(),
+        "dtype": str(resolve_dtype(options.dtype, device)).removeprefix("torch."),
         "k": options.cache_type_k,
         "v": options.cache_type_v,
         "torch": torch.__version__,
         "kernels": str(KERNEL_TABLE),
     }
     return "; ".join(f"{name}={value}" for name, value in parts.items())
+
+
+def _cuda(device: torch.device) -> str:
+    major, minor = torch.cuda.get_device_capability(device)
+    triton = importlib.metadata.version("triton")
+    return f"cuda {torch.version.cuda} {torch.cuda.get_device_name(device)} sm_{major}{minor} triton {triton}"
 
 
 def _cpu() -> str:

@@ -6,12 +6,13 @@ import logging
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 from paceline.config import DEMO_DRAFTER, DEMO_TARGET, DrafterConfig, EngineOptions, TargetConfig
-from paceline.engine.arithmetic import describe, fingerprint, resolve_device, resolve_dtype
+from paceline.engine.arithmetic import configure, describe, fingerprint, resolve_device, resolve_dtype
 from paceline.engine.capacity import plan_state
 from paceline.engine.drafting import DFlashDrafter, Drafter
 from paceline.engine.memory import keep_freed_memory
@@ -53,7 +54,8 @@ def build(options: EngineOptions, drafter: Drafter | None = None) -> EngineParts
     if options.threads:
         torch.set_num_threads(options.threads)
     device = resolve_device(options.device)
-    dtype = resolve_dtype(options.dtype)
+    configure(device)
+    dtype = resolve_dtype(options.dtype, device)
     target_path, drafter_path = resolve_paths(options)
     target_file = open_target(target_path)
     drafter_file = open_drafter(drafter_path) if drafter_path and drafter is None else None
@@ -61,7 +63,8 @@ def build(options: EngineOptions, drafter: Drafter | None = None) -> EngineParts
 
     target = Qwen35(target_file.config, dtype)
     model = DFlash(drafter_config, dtype) if drafter_config else None
-    shape = plan_state(options, target_file.config, drafter_config, _bytes(target) + _bytes(model))
+    weight_bytes = _bytes(target, target_file, device) + _bytes(model, drafter_file, device)
+    shape = plan_state(options, target_file.config, drafter_config, device, weight_bytes)
     fill(target, target_file, device)
     target.finish(shape.max_ctx + shape.draft_rows)
     if model is not None and drafter_file is not None:
@@ -92,9 +95,13 @@ def build(options: EngineOptions, drafter: Drafter | None = None) -> EngineParts
     return EngineParts(Runner(target, drafter, pool), scheduler, info)
 
 
-def _bytes(module: nn.Module | None) -> int:
-    """Bytes that a module's parameters will take once they are loaded."""
-    return sum(parameter.nbytes for parameter in module.parameters()) if module else 0
+def _bytes(module: nn.Module | None, checkpoint: Checkpoint[Any] | None, device: torch.device) -> int:
+    """Bytes that a model's weights will take: as they are stored on a GPU, dense on a CPU."""
+    if module is None or checkpoint is None:
+        return 0
+    if device.type == "cuda":
+        return sum(tensor.nbytes for tensor in checkpoint.tensors.values())
+    return sum(parameter.nbytes for parameter in module.parameters())
 
 
 def _log_start(info: EngineInfo, shape: StateShape, seconds: float) -> None:

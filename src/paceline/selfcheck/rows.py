@@ -34,7 +34,7 @@ _LINEAR_SHAPES = ((6, 512), (37, 512), (512, 1536), (384, 1024))
 def row_cases() -> list[Case]:
     rng = np.random.default_rng(1)
     cases = [
-        linear_case(rng, pack(randn(rng, *shape).to(dtype)), kind)
+        linear_case(rng, _dense(rng, shape, dtype), kind)
         for dtype in (torch.float32, torch.bfloat16, torch.float16)
         for shape in _LINEAR_SHAPES[: 1 if dtype == torch.float16 else None]
         for kind in _KINDS
@@ -65,6 +65,12 @@ def _case(name: str, ops: tuple[str, ...], function: Callable[..., Tensor], *inp
 
 def _split(*outputs: Tensor) -> Outputs:
     return list(zip(*(out.unbind(0) for out in outputs), strict=True))
+
+
+def _dense(rng: Rng, shape: tuple[int, int], dtype: torch.dtype) -> PackedWeight:
+    weight = pack(randn(rng, *shape).to(dtype))
+    assert isinstance(weight, PackedWeight)
+    return weight
 
 
 def linear_case(rng: Rng, weight: PackedWeight, kind: RowKind) -> Case:

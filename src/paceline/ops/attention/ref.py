@@ -1,7 +1,7 @@
 """Paged attention over packed ragged spans, row-invariant.
 
-The query rows of a span are cut into tiles of a fixed number of rows (padded); the keys are walked in blocks of 128
-that start at multiples of 128 of the absolute position. Every (tile, block) pair is a product of one shape. A row's maximum is
+The query rows of a span are cut into tiles of a fixed number of rows (padded); the keys are walked in blocks of 128 that
+start at multiples of 128 of the absolute position. Every (tile, block) pair is a product of one shape. A row's maximum is
 exact in any order; the sums of its weights and of its weighted values are formed per block and added in the order of the
 blocks, so neither neighbours nor chunking can change them. A block that is wholly masked adds exact zeros.
 """
@@ -77,8 +77,8 @@ def _scores(tiles: Tensor, cache: PagedTensor, plan: _Plan, group: list[_Turn]) 
 
 
 def _block(cache: PagedTensor, pages: Tensor) -> Tensor:
-    """Keys or values of pairs: pages [P, KEY_BLOCK / PAGE_SIZE] -> float32 [P, Hkv, KEY_BLOCK, D]. Positions beyond the last written row may hold
-    anything: the caller masks scores, and zeroes values because 0 * NaN is not 0."""
+    """Keys or values of pairs: pages [P, KEY_BLOCK / PAGE_SIZE] -> float32 [P, Hkv, KEY_BLOCK, D]. Positions beyond the last
+    written row may hold anything: the caller masks scores, and zeroes values because 0 * NaN is not 0."""
     return read_pages(cache, pages).flatten(1, 2).transpose(1, 2).contiguous()
 
 
@@ -94,8 +94,9 @@ class _Turn:
 class _Plan:
     """Index tensors of one (batch, causal, window): T query tiles of R rows, P (tile, key block) pairs.
 
-    ``tile_rows`` [T, R] packed row of each tile row, N in the padding; ``pair_tile`` [P]; ``pair_pages`` [P, KEY_BLOCK / PAGE_SIZE];
-    ``visible`` [P, R, KEY_BLOCK]; ``known`` [P, KEY_BLOCK] positions that some row of the span may see. Pairs are ordered by turn.
+    ``tile_rows`` [T, R] packed row of each tile row, N in the padding; ``pair_tile`` [P]; ``pair_pages``
+    [P, KEY_BLOCK / PAGE_SIZE]; ``visible`` [P, R, KEY_BLOCK]; ``known`` [P, KEY_BLOCK] positions that some row of the span
+    may see. Pairs are ordered by turn.
     """
 
     rows: int

@@ -1,3 +1,8 @@
-from paceline.ops.conv.ref import causal_conv, conv_history, dynamic_conv
+from paceline.ops.conv import ref
+from paceline.ops.dispatch import by_device
+
+causal_conv = by_device(ref.causal_conv, "paceline.ops.conv.kernel")
+conv_history = by_device(ref.conv_history, "paceline.ops.conv.kernel")
+dynamic_conv = by_device(ref.dynamic_conv, "paceline.ops.conv.kernel")
 
 __all__ = ["causal_conv", "conv_history", "dynamic_conv"]

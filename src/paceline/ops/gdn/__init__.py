@@ -1,3 +1,8 @@
-from paceline.ops.gdn.ref import gdn_prefill, gdn_replay, gdn_verify
+from paceline.ops.dispatch import by_device
+from paceline.ops.gdn import ref
+
+gdn_verify = by_device(ref.gdn_verify, "paceline.ops.gdn.kernel")
+gdn_replay = by_device(ref.gdn_replay, "paceline.ops.gdn.kernel")
+gdn_prefill = by_device(ref.gdn_prefill, "paceline.ops.gdn.kernel")
 
 __all__ = ["gdn_prefill", "gdn_replay", "gdn_verify"]

@@ -1,0 +1,121 @@
+"""The short convolutions in Triton: one program per row and block of channels, taps added oldest first."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from paceline.batch import PackedBatch
+
+_BLOCK = tl.constexpr(1024)
+
+
+def causal_conv(x: Tensor, history: Tensor, weight: Tensor, batch: PackedBatch) -> Tensor:
+    x, history, weight = x.contiguous(), history.contiguous(), weight.contiguous()
+    out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+    rows, channels = x.shape
+    facts = (batch.lanes, batch.row_span, batch.starts)
+    _causal_conv[rows, triton.cdiv(channels, _BLOCK.value)](
+        x, history, weight, out, *facts, CHANNELS=channels, TAPS=weight.shape[1], num_warps=4
+    )
+    return out
+
+
+@triton.jit
+def _causal_conv(x, history, weight, out, lanes, row_span, starts, CHANNELS: tl.constexpr, TAPS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * _BLOCK + tl.arange(0, _BLOCK)
+    inside = at < CHANNELS
+    span = tl.load(row_span + row)
+    before, lane = row - tl.load(starts + span), tl.load(lanes + span)
+    total = tl.zeros((_BLOCK,), tl.float32)
+    for tap in tl.static_range(TAPS):
+        value = _input(x, history, lane, row, before, tap, at, inside, CHANNELS, TAPS - 1)
+        total = tl.fma(value, tl.load(weight + at * TAPS + tap, mask=inside, other=0.0), total)
+    tl.store(out + row * CHANNELS + at, total / (1.0 + tl.exp(-total)), mask=inside)
+
+
+def conv_history(x: Tensor, history: Tensor, keep: Tensor, batch: PackedBatch) -> Tensor:
+    x, history = x.contiguous(), history.contiguous()
+    width, channels = history.shape[1:]
+    out = torch.empty(batch.num_spans, width, channels, dtype=torch.float32, device=x.device)
+    facts = (batch.lanes, batch.starts, keep)
+    _conv_history[batch.num_spans * width, triton.cdiv(channels, _BLOCK.value)](
+        x, history, out, *facts, CHANNELS=channels, WIDTH=width, num_warps=4
+    )
+    return out
+
+
+@triton.jit
+def _conv_history(x, history, out, lanes, starts, keep, CHANNELS: tl.constexpr, WIDTH: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64)
+    span, index = place // WIDTH, place % WIDTH
+    at = tl.program_id(1) * _BLOCK + tl.arange(0, _BLOCK)
+    inside = at < CHANNELS
+    kept = tl.load(keep + span)
+    row = tl.load(starts + span) + kept
+    value = _input(x, history, tl.load(lanes + span), row, kept, index, at, inside, CHANNELS, WIDTH)
+    tl.store(out + place * CHANNELS + at, value, mask=inside)
+
+
+@triton.jit
+def _input(x, history, lane, row, before, index, at, inside, CHANNELS: tl.constexpr, WIDTH: tl.constexpr):
+    """Raw input ``index`` of the WIDTH + 1 that end with ``row``, which has ``before`` rows of its span before it."""
+    if before + index < WIDTH:
+        source = history + (lane * WIDTH + before + index) * CHANNELS
+    else:
+        source = x + (row - WIDTH + index) * CHANNELS
+    return tl.load(source + at, mask=inside, other=0.0)
+
+
+def dynamic_conv(x: Tensor, base: Tensor, dynamic: Tensor) -> Tensor:
+    x, base = x.contiguous(), base.contiguous()
+    dynamic = dynamic if dynamic.stride(3) == 1 else dynamic.contiguous()
+    lanes, rows, channels = x.shape
+    out = torch.empty_like(x)
+    lane_stride, row_stride, tap_stride, _ = dynamic.stride()
+    _dynamic_conv[lanes, rows, triton.cdiv(channels, _BLOCK.value)](
+        x,
+        base,
+        dynamic,
+        out,
+        LANE_STRIDE=lane_stride,
+        ROW_STRIDE=row_stride,
+        TAP_STRIDE=tap_stride,
+        ROWS=rows,
+        CHANNELS=channels,
+        TAPS=base.shape[0],
+        GROUP=channels // dynamic.shape[-1],
+        num_warps=4,
+    )
+    return out
+
+
+@triton.jit
+def _dynamic_conv(
+    x,
+    base,
+    dynamic,
+    out,
+    LANE_STRIDE: tl.constexpr,
+    ROW_STRIDE: tl.constexpr,
+    TAP_STRIDE: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    TAPS: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    lane, row = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    at = tl.program_id(2) * _BLOCK + tl.arange(0, _BLOCK)
+    inside = at < CHANNELS
+    place = (lane * ROWS + row) * CHANNELS + at
+    kernels = dynamic + lane * LANE_STRIDE + row * ROW_STRIDE + at // GROUP
+    total = tl.zeros((_BLOCK,), tl.float32)
+    for tap in tl.static_range(TAPS):
+        reached = inside & (row >= tap)
+        fixed = tl.load(base + tap * CHANNELS + at, mask=reached, other=0.0)
+        kernel = fixed + tl.load(kernels + tap * TAP_STRIDE, mask=reached, other=0.0)
+        total = tl.fma(kernel, tl.load(x + place - tap * CHANNELS, mask=reached, other=0.0), total)
+    tl.store(out + place, total, mask=inside)
