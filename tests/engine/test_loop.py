@@ -360,6 +360,23 @@ def test_a_dead_loop_tells_every_waiting_and_every_later_request(
     engine.close()
 
 
+def test_a_lost_device_ends_the_engine(
+    parts: EngineParts, prompts: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forward(*_: object) -> None:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(parts.runner.target, "forward", forward)
+    engine = Engine(CASE.options(), parts)
+    heard: list[Emission] = []
+    engine.submit(request(parts, "0", prompts[0]), heard.append)
+    engine._thread.join(timeout=10)
+    assert not engine.alive()
+    assert [e.finish_reason for e in heard] == ["error"] and "illegal memory access" in (heard[0].error or "")
+    with pytest.raises(EngineDead):
+        engine.submit(request(parts, "1", prompts[0]), heard.append)
+
+
 def test_a_closed_engine_has_cancelled_everything(parts: EngineParts, prompts: list[tuple[int, ...]]) -> None:
     engine = Engine(CASE.options(), parts)
     heard: list[Emission] = []

@@ -24,7 +24,7 @@ class Runner:
 
     @torch.inference_mode()
     def run(self, round: Round) -> RoundResult:
-        """One transaction. On any exception the state is as before and ``RoundFailed`` tells the stage."""
+        """One transaction. On any exception but a lost device the state is as before and ``RoundFailed`` tells the stage."""
         clock, txn = _Clock(), None
         try:
             txn = self.pool.begin([*map(_verify_rows, round.verify), *map(_prompt_rows, round.prefill)])
@@ -40,6 +40,8 @@ class Runner:
         except Exception as cause:
             if txn is not None:
                 self.pool.abort(txn)
+            if isinstance(cause, torch.AcceleratorError):
+                raise  # the device is lost, and with it the state of every lane: the engine ends
             raise RoundFailed(clock.current, cause) from cause
         return RoundResult(tuple(verdicts), tuple(first), RoundTimes(**clock.seconds))
 
