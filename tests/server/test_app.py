@@ -264,7 +264,13 @@ def test_the_longest_prompt_leaves_one_token(server: Running) -> None:
 
 
 def test_a_text_that_normalisation_may_shorten_is_not_refused_unread(server: Running) -> None:
-    assert_error(post(server, COMPLETIONS, prompt="e\u0301" * 999), 400, "2997 tokens", param="prompt")
+    for text in ("e\u0301" * 999, "\u1fbe\u0308\u0301" * 1100):  # the latter has 2 of 7 bytes left in NFC
+        assert_error(post(server, COMPLETIONS, prompt=text), 400, f"{len(text.encode())} tokens", param="prompt")
+
+
+def test_a_text_that_is_too_long_even_when_normalised_is_refused_unread(server: Running) -> None:
+    text = "a" + "\u0315" * 4000 + "\u0300" * 4000  # marks out of order: Python would sort them in quadratic time
+    assert_error(post(server, COMPLETIONS, prompt=text), 400, "at least 2001 tokens", param="prompt")
 
 
 @pytest.mark.parametrize("prompt", ["", [], [257], [-1], "\ud800"], ids=repr)
