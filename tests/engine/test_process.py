@@ -133,6 +133,53 @@ if __name__ == "__main__":
     assert eventually(lambda: not exists(pid)), "the engine outlived its server"
 
 
+def test_signals_to_the_group_do_not_reach_an_engine_that_loads() -> None:
+    script = """
+import os, signal, threading, time
+from paceline.config import EngineOptions
+from paceline.engine.process import EngineProcess
+if __name__ == "__main__":
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: None)
+    stop = threading.Event()
+    def signals():
+        while not stop.wait(0.05):
+            os.killpg(0, signal.SIGINT)
+            os.killpg(0, signal.SIGTERM)
+    threading.Thread(target=signals).start()
+    try:
+        EngineProcess(EngineOptions(max_concurrency=2, max_ctx=256, threads=1)).close()
+    finally:
+        stop.set()
+"""
+    program = [sys.executable, "-c", script]
+    ended = subprocess.run(program, capture_output=True, text=True, start_new_session=True, timeout=PATIENCE)
+    assert ended.returncode == 0 and "KeyboardInterrupt" not in ended.stderr, ended.stderr
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks into /proc")
+def test_a_program_that_does_not_close_its_engine_ends() -> None:
+    script = """
+from paceline.config import EngineOptions
+from paceline.engine.process import EngineProcess
+if __name__ == "__main__":
+    process = EngineProcess(EngineOptions(max_concurrency=2, max_ctx=256, threads=1))
+    print(process.pid, flush=True)
+"""
+    program = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert program.stdout is not None
+    pid = int(program.stdout.readline())
+    try:
+        assert program.wait(timeout=20) == 0
+        assert not exists(pid)
+    finally:
+        program.kill()
+        program.wait()
+        program.stdout.close()
+        if exists(pid):
+            os.kill(pid, signal.SIGKILL)
+
+
 def test_a_model_that_cannot_be_loaded_is_this_side_s_error(tmp_path: Path) -> None:
     missing = tmp_path / "missing.gguf"
     with pytest.raises(LoadError, match="missing.gguf"):

@@ -5,14 +5,17 @@ A busy Python thread beside the loop slows every small torch call, so a server m
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import logging
 import multiprocessing
 import os
 import queue
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 
 from paceline.config import EngineOptions
@@ -21,6 +24,9 @@ from paceline.engine.engine import Sinks
 from paceline.engine.loop import Cancel, EngineLoop, Message, Stop, Submit
 from paceline.errors import EngineDead, PacelineError
 from paceline.types import Emission, EngineInfo, EngineStats, Request
+
+SERVER_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+"""Often sent to the whole process group; but the server decides when its engine stops, so the engine ignores them."""
 
 log = logging.getLogger("paceline.engine")
 
@@ -50,7 +56,9 @@ class EngineProcess:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_main, args=(options, theirs, log_level), name="paceline-engine", daemon=True)
-        self._process.start()
+        atexit.register(self._kill)
+        with _signals_blocked():
+            self._process.start()
         theirs.close()
         self.info = self._wait_until_ready()
         self._sinks = Sinks()
@@ -84,6 +92,13 @@ class EngineProcess:
         if self._process.is_alive():
             self._process.kill()
         self._reader.join(timeout=10)
+        atexit.unregister(self._kill)
+
+    def _kill(self) -> None:
+        """At the end of a program that has not closed its engine, or not loaded it yet, multiprocessing would send
+        SIGTERM, which the engine ignores, and wait."""
+        if self._process.pid is not None:
+            self._process.kill()
 
     def _write(self) -> None:
         """Callers must not block, and a prompt may be larger than the pipe's buffer. A message to a dead engine is
@@ -119,28 +134,42 @@ class EngineProcess:
             self._sinks.die(f"the engine process ended, exit code {self._process.exitcode}")
 
 
+@contextlib.contextmanager
+def _signals_blocked() -> Iterator[None]:
+    """A process started here has these signals blocked: its imports take seconds, in which it cannot ignore them yet."""
+    resource_tracker.ensure_running()  # starting it would unblock them again
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, SERVER_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous)
+
+
 def _main(options: EngineOptions, pipe: Connection, log_level: int) -> None:
     """The engine process."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # sent to the whole group, but the server decides when to stop
+    for number in SERVER_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(level=log_level, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    try:
+        _run(options, pipe)
+    except BrokenPipeError:
+        os._exit(1)  # the server is gone: nobody is left to answer
+
+
+def _run(options: EngineOptions, pipe: Connection) -> None:
     try:
         parts = build(options)
     except PacelineError as error:
         pipe.send(Refused(error))
         return
     pipe.send(Ready(parts.info))
-    loop = EngineLoop(
+    EngineLoop(
         parts.runner,
         parts.scheduler,
         PipeInbox(pipe),
         lambda emissions, stats: pipe.send(Turn(emissions, stats)),
         coalesce_seconds=options.admission_coalesce_ms / 1000,
-    )
-    try:
-        loop.run()
-    except BrokenPipeError:
-        os._exit(1)  # the server is gone: nobody is left to answer
+    ).run()
 
 
 class PipeInbox:
