@@ -5,6 +5,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -23,6 +24,7 @@ from scripted import (
     until_cancelled,
 )
 
+from paceline.server.protocol import parse_json
 from paceline.server.service import INLINE_BYTES, Backend
 from paceline.types import Emission, Request
 
@@ -410,6 +412,26 @@ def test_a_long_prompt_does_not_stall_the_others(server: Running, monkeypatch: p
     release.set()
     long.join()
     assert replies[0].status_code == 200
+
+
+def test_a_long_body_is_read_beside_the_others(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    readers: dict[bool, str] = {}
+
+    def read(body: bytes) -> dict[str, Any]:
+        readers[len(body) > INLINE_BYTES] = threading.current_thread().name
+        return parse_json(body)
+
+    monkeypatch.setattr("paceline.server.app.parse_json", read)
+    assert post(server).status_code == 200
+    assert_error(post(server, COMPLETIONS, prompt=[1] * INLINE_BYTES), 400, param="prompt")
+    assert readers[True].startswith("tokenize") and not readers[False].startswith("tokenize")
+
+
+def test_a_model_name_that_utf8_cannot_carry_is_escaped(server: Running) -> None:
+    server.engine.info = replace(server.engine.info, model_name="caf\udce9")
+    assert post(server).json()["model"] == "caf\\udce9"
+    assert '"model":"caf\\\\udce9"' in post(server, stream=True).text
+    assert [card["id"] for card in httpx.get(f"{server.url}/v1/models").json()["data"]] == ["caf\\udce9"]
 
 
 def test_health_and_metrics(server: Running) -> None:

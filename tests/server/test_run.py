@@ -21,7 +21,7 @@ from paceline.server.service import Backend
 HERE = Path(__file__).parent
 
 PROGRAM = """
-import sys, threading
+import os, signal, sys, threading, time
 sys.path.insert(0, {here!r})
 from scripted import *
 from paceline.errors import LoadError
@@ -84,6 +84,20 @@ def test_a_signal_ends_streams_closes_the_engine_and_exits_with_0(number: signal
     assert closed == "closed True"
 
 
+def test_a_body_that_does_not_come_does_not_hold_up_the_end() -> None:
+    port = free_port()
+    with serving("load = backend", port) as process:
+        assert eventually(lambda: health(port) == 200, 20)
+        with socket.create_connection(("127.0.0.1", port), timeout=10) as client:
+            client.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
+            assert health(port) == 200  # so the server has seen what was sent before
+            process.send_signal(signal.SIGTERM)
+            answer = b"".join(iter(lambda: client.recv(4096), b""))
+        _, err = process.communicate(timeout=10)
+    assert (process.returncode, err) == (0, "")
+    assert answer.startswith(b"HTTP/1.1 503") and b"shutting down" in answer
+
+
 def test_health_is_503_while_the_engine_loads() -> None:
     port = free_port()
     with serving("load = threading.Event().wait", port) as process:
@@ -91,6 +105,34 @@ def test_health_is_503_while_the_engine_loads() -> None:
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=10)
     assert process.returncode == 0
+
+
+def test_an_engine_that_is_loaded_too_late_is_closed() -> None:
+    load = """
+    def load():
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.5)
+        return backend()
+
+    import atexit
+    atexit.register(lambda: print("in the end", eventually(lambda: engine.closed)))
+    """
+    with serving(load, free_port()) as process:
+        out, err = process.communicate(timeout=20)
+    assert (process.returncode, err) == (0, "")
+    assert "Serving" not in out and "in the end True" in out
+
+
+def test_a_load_that_fails_because_of_a_signal_is_no_fault() -> None:
+    load = """
+    def load():
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.05)
+        raise LoadError("the engine process ended")
+    """
+    with serving(load, free_port()) as process:
+        _, err = process.communicate(timeout=20)
+    assert (process.returncode, err) == (0, "")
 
 
 @pytest.mark.parametrize(
@@ -127,7 +169,7 @@ def test_a_dead_engine_ends_the_process_with_1() -> None:
     assert "closed True" in out
 
 
-@pytest.mark.parametrize(("host", "port"), [("127.0.0.1", 70_000), ("256.0.0.1", 8000)])
+@pytest.mark.parametrize(("host", "port"), [("127.0.0.1", 70_000), ("256.0.0.1", 8000), ("a..b", 8000)])
 def test_an_address_that_cannot_be_is_one_line(host: str, port: int, capsys: pytest.CaptureFixture[str]) -> None:
     def load() -> Backend:
         raise LoadError("nothing may be loaded")

@@ -25,9 +25,9 @@ from paceline.server.protocol import (
     parse_completion,
     parse_json,
 )
-from paceline.server.replies import ChatReply, Choice, CompletionReply, Reply, dump, error_object, usage
+from paceline.server.replies import ChatReply, Choice, CompletionReply, Reply, dump, error_object, printable, usage
 from paceline.server.service import Generation, Service
-from paceline.server.sse import DONE, EventStream, event, unless_disconnected
+from paceline.server.sse import DONE, EventStream, event, unless, unless_disconnected
 
 MAX_BODY_BYTES = 32 * 2**20
 CLIENT_CLOSED_REQUEST = 499
@@ -60,8 +60,8 @@ def _api(service: Service, max_body_bytes: int) -> APIRouter:
     async def chat_completions(request: Request) -> Response:
         arrived = time.monotonic()
         reply = ChatReply(service.info)
-        body = await _read_body(request, max_body_bytes)
-        chat = parse_chat(parse_json(body))
+        body = await unless(service.closing(), _read_body(request, max_body_bytes))
+        chat = await service.work(len(body), lambda: parse_chat(parse_json(body)))
         generation = await unless_disconnected(request.receive, service.chat(chat, len(body), arrived))
         return await _respond(service, request, generation, reply, chat.stream, chat.include_usage)
 
@@ -69,15 +69,15 @@ def _api(service: Service, max_body_bytes: int) -> APIRouter:
     async def completions(request: Request) -> Response:
         arrived = time.monotonic()
         reply = CompletionReply(service.info)
-        body = await _read_body(request, max_body_bytes)
-        completion = parse_completion(parse_json(body))
+        body = await unless(service.closing(), _read_body(request, max_body_bytes))
+        completion = await service.work(len(body), lambda: parse_completion(parse_json(body)))
         generation = await unless_disconnected(request.receive, service.complete(completion, len(body), arrived))
         return await _respond(service, request, generation, reply, completion.stream, completion.include_usage)
 
     def model_card() -> dict[str, Any]:
         info = service.info
         return {
-            "id": info.model_name,
+            "id": printable(info.model_name),
             "object": "model",
             "created": started,
             "owned_by": "paceline",

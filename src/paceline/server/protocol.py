@@ -14,11 +14,14 @@ from enum import Enum
 from typing import Any
 
 from paceline.errors import InvalidRequest, PacelineError
+from paceline.messages import check_messages
 from paceline.types import SamplingParams
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 4096
 """Characters in one stop string. Together the two limits bound what a request can cost the event loop per character."""
+MAX_STOP_TOKENS = 1024
+"""Token ids in ``stop_token_ids``."""
 MAX_PROMPTS = 128
 """Prompts in one /v1/completions request."""
 
@@ -131,17 +134,6 @@ _STREAM_OPTIONS: dict[str, FieldRule] = {
     "include_obfuscation": NEUTRAL,
     "continuous_usage_stats": Only((False,)),
 }
-_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
-_MESSAGE_FIELDS: dict[str, FieldRule] = {
-    "role": SUPPORTED,
-    "content": SUPPORTED,
-    "name": SUPPORTED,
-    "tool_calls": SUPPORTED,
-    "tool_call_id": SUPPORTED,
-    "reasoning_content": SUPPORTED,
-    # What clients send back with an assistant's message they got from us.
-    "annotations": Only(([],)),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +176,7 @@ def parse_chat(body: Mapping[str, Any]) -> ChatRequest:
     _check_fields(body, CHAT_FIELDS)
     stream, include_usage = _streaming(body)
     return ChatRequest(
-        messages=_messages(body.get("messages")),
+        messages=check_messages(body.get("messages")),
         tools=_tools(body),
         template_kwargs=_template_kwargs(body),
         sampling=_sampling(body),
@@ -227,7 +219,7 @@ def _sampling(body: Mapping[str, Any]) -> SamplingParams:
     sampling = SamplingParams(
         **given,
         stop=_stop(body.get("stop")),
-        stop_token_ids=tuple(_expect(list, body, "stop_token_ids") or ()),
+        stop_token_ids=_stop_token_ids(body),
         ignore_eos=_flag(body, "ignore_eos"),
     )
     return _limit(sampling, body)
@@ -267,6 +259,14 @@ def _stop(value: object) -> tuple[str, ...]:
     return tuple(stops)
 
 
+def _stop_token_ids(body: Mapping[str, Any]) -> tuple[int, ...]:
+    """The list as a tuple; ``SamplingParams`` checks the ids."""
+    ids = _expect(list, body, "stop_token_ids") or []
+    if len(ids) > MAX_STOP_TOKENS:
+        raise InvalidRequest(f"stop_token_ids may hold {MAX_STOP_TOKENS} token ids, got {len(ids)}", param="stop_token_ids")
+    return tuple(ids)
+
+
 def _streaming(body: Mapping[str, Any]) -> tuple[bool, bool]:
     _expect(str, body, "model")
     stream = _flag(body, "stream")
@@ -277,72 +277,6 @@ def _streaming(body: Mapping[str, Any]) -> tuple[bool, bool]:
         raise InvalidRequest("stream_options needs stream to be true", param="stream_options")
     _check_fields(options, _STREAM_OPTIONS, prefix="stream_options.")
     return stream, _flag(options, "include_usage", prefix="stream_options.")
-
-
-def _messages(value: object) -> list[dict[str, Any]]:
-    if not isinstance(value, list) or not value:
-        raise InvalidRequest("messages must be a non-empty list of messages", param="messages")
-    return [_message(message, f"messages[{index}]") for index, message in enumerate(value)]
-
-
-def _message(value: object, where: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise InvalidRequest(f"{where} must be an object, got {_json_type(value)}", param=where)
-    _check_fields(value, _MESSAGE_FIELDS, prefix=f"{where}.")
-    role = value.get("role")
-    if not isinstance(role, str) or role not in _ROLES:
-        raise InvalidRequest(f"{where}.role must be one of {', '.join(_ROLES)}, got {role!r}", param=f"{where}.role")
-    message: dict[str, Any] = {"role": _ROLES[role]}
-    calls = _tool_calls(value, where)
-    if calls and role != "assistant":
-        raise InvalidRequest(f"{where}.tool_calls belongs to an assistant's message", param=f"{where}.tool_calls")
-    if value.get("content") is None and not calls:
-        raise InvalidRequest(f"{where}.content is missing", param=f"{where}.content")
-    message["content"] = _content(value.get("content"), f"{where}.content")
-    if calls:
-        message["tool_calls"] = calls
-    for name in ("name", "tool_call_id", "reasoning_content"):
-        text = _expect(str, value, name, prefix=f"{where}.")
-        if text is not None:
-            message[name] = text
-    return message
-
-
-def _content(value: object, where: str) -> str:
-    if value is None:
-        return ""
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        raise InvalidRequest(f"{where} must be a string or a list of text parts, got {_json_type(value)}", param=where)
-    for index, part in enumerate(value):
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind != "text" or not isinstance(part.get("text"), str):
-            raise InvalidRequest(
-                f"{where}[{index}] must be a text part; got one of type {kind!r}", param=f"{where}[{index}]"
-            )
-    return "".join(part["text"] for part in value)
-
-
-def _tool_calls(message: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
-    """Earlier tool calls as templates want them: ``arguments`` is an object, not JSON in a string as on OpenAI's wire."""
-    calls = _expect(list, message, "tool_calls", prefix=f"{where}.") or []
-    parsed = []
-    for index, call in enumerate(calls):
-        place = f"{where}.tool_calls[{index}]"
-        function = call.get("function") if isinstance(call, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise InvalidRequest(f"{place} must be a function call with a name", param=place)
-        arguments = function.get("arguments") or {}
-        if isinstance(arguments, str):
-            try:
-                arguments = json.loads(arguments)
-            except (ValueError, RecursionError):
-                raise InvalidRequest(f"{place}.function.arguments is not valid JSON", param=place) from None
-        if not isinstance(arguments, dict):
-            raise InvalidRequest(f"{place}.function.arguments must be a JSON object", param=place)
-        parsed.append(call | {"function": function | {"arguments": arguments}})
-    return parsed
 
 
 def _tools(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:

@@ -35,7 +35,7 @@ class Reply:
         self._head = {
             "id": f"{self.id_prefix}-{uuid.uuid4().hex}",
             "created": int(time.time()),
-            "model": info.model_name,
+            "model": printable(info.model_name),
             "system_fingerprint": info.fingerprint,
         }
 
@@ -110,12 +110,12 @@ def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
 
 
 def error_object(error: PacelineError) -> dict[str, Any]:
-    """OpenAI's error object. Surrogates, which a client may send and UTF-8 cannot carry, are shown escaped."""
+    """OpenAI's error object."""
     return {
         "error": {
-            "message": _printable(error.message),
+            "message": _quotable(error.message),
             "type": error.kind,
-            "param": None if error.param is None else _printable(error.param),
+            "param": None if error.param is None else _quotable(error.param),
             "code": error.code,
         }
     }
@@ -125,7 +125,10 @@ def dump(value: dict[str, Any]) -> bytes:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
 
 
-def _printable(text: str) -> str:
-    if len(text) > MAX_ERROR_LENGTH:
-        text = text[:MAX_ERROR_LENGTH] + "…"
+def _quotable(text: str) -> str:
+    return printable(text if len(text) <= MAX_ERROR_LENGTH else text[:MAX_ERROR_LENGTH] + "…")
+
+
+def printable(text: str) -> str:
+    """The text with surrogates escaped, which UTF-8 cannot carry: a client may send them, a file's name may hold them."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8")

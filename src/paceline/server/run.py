@@ -16,6 +16,7 @@ import uvicorn
 
 from paceline.errors import EngineDead, PacelineError
 from paceline.server.app import create_app
+from paceline.server.replies import printable
 from paceline.server.service import Backend, Service
 
 GRACE_SECONDS = 5.0
@@ -39,7 +40,7 @@ def serve(
     """
     try:
         listener = _listen(host, port)
-    except (OSError, OverflowError) as error:  # the latter for a port that is no port
+    except (OSError, OverflowError, UnicodeError) as error:  # no such port, no such name
         return _fail(f"cannot listen on {host}:{port}: {getattr(error, 'strerror', None) or error}")
     service = Service()
     server = _Server(service, api_key)
@@ -47,13 +48,21 @@ def serve(
 
     def load_engine() -> None:
         backend = _load(load, server)
-        if backend is not None:
+        if backend is None:
+            return
+        if server.should_exit:
+            backend.handle.close()
+        else:
             service.attach(backend)
-            say(f"Serving {backend.handle.info.model_name} on {address}/v1 (fingerprint {backend.handle.info.fingerprint})")
+            info = backend.handle.info
+            say(f"Serving {printable(info.model_name)} on {address}/v1 (fingerprint {info.fingerprint})")
 
-    threading.Thread(target=load_engine, name="load", daemon=True).start()
     with _quiet_signals(server):
+        loading = threading.Thread(target=load_engine, name="load", daemon=True)
+        loading.start()
         server.run(sockets=[listener])
+        # Python ends daemon threads where they are, and in a native library that can abort the process.
+        loading.join(GRACE_SECONDS)
     if service.backend is not None:
         service.backend.handle.close()
     return _fail(server.fault) if server.fault else 0
@@ -76,13 +85,14 @@ class _Server(uvicorn.Server):
         self._service = service
 
     def stop(self, fault: str) -> None:
-        """Stop with a fault. May be called from any thread."""
-        self.fault = fault
-        self.should_exit = True
+        """Stop with a fault, unless it is stopping already. May be called from any thread."""
+        if not self.should_exit:
+            self.fault = fault
+            self.should_exit = True
 
     async def on_tick(self, counter: int) -> bool:
         backend = self._service.backend
-        if backend is not None and not backend.handle.alive() and not self.should_exit:
+        if backend is not None and not backend.handle.alive():
             self.stop("the engine has stopped")
         return await super().on_tick(counter)
 

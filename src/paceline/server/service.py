@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import sys
 import threading
@@ -11,7 +12,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, NoReturn, ParamSpec, Protocol, TypeVar
 
 from paceline.errors import EngineDead, InvalidRequest, LaneFailed, PacelineError
 from paceline.server.metrics import Metrics
@@ -20,13 +21,14 @@ from paceline.text import TextStream
 from paceline.types import Emission, EngineHandle, EngineInfo, FinishReason, Request, SamplingParams
 
 INLINE_BYTES = 8192
-"""Requests up to this size are tokenised on the event loop (a few milliseconds); longer ones in a worker thread."""
+"""Requests up to this size are read and tokenised on the event loop (a few milliseconds); longer ones in a worker
+thread."""
 WORKER_NICENESS = 10
 """Tokenising a long prompt must not take a core away from the engine's process."""
 NFC_SHRINKAGE = 4
 """NFC makes no text in UTF-8 shorter by more than this factor: the worst is 3.5, U+1FBE U+0308 U+0301 to U+0390."""
 
-T = TypeVar("T")
+P = ParamSpec("P")
 R = TypeVar("R")
 
 
@@ -183,6 +185,7 @@ class Service:
         self.metrics = Metrics(self._live_handle)
         self._generations: set[Generation] = set()
         self._closing: PacelineError | None = None
+        self._closed = asyncio.Event()
         self._worker = ThreadPoolExecutor(2, thread_name_prefix="tokenize", initializer=_lower_priority)
 
     def attach(self, backend: Backend) -> None:
@@ -203,33 +206,40 @@ class Service:
     def info(self) -> EngineInfo:
         return self.ready().handle.info
 
+    async def work(self, size: int, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """What the function returns; for a body of more than ``INLINE_BYTES`` it runs in a worker thread."""
+        call = functools.partial(function, *args, **kwargs)
+        return call() if size <= INLINE_BYTES else await asyncio.get_running_loop().run_in_executor(self._worker, call)
+
     async def chat(self, request: ChatRequest, size: int, arrived: float) -> Generation:
         """Start the answer to a chat. ``size`` is that of the body in bytes, ``arrived`` monotonic seconds."""
         backend = self.ready()
-        prompt = await self._work(size, _chat_prompt, backend, request)
+        prompt = await self.work(size, _chat_prompt, backend, request)
         return self._start("chat", [prompt], request.sampling, arrived)
 
     async def complete(self, request: CompletionRequest, size: int, arrived: float) -> Generation:
         """Start one choice for each prompt. ``size`` and ``arrived`` as for ``chat``."""
         backend = self.ready()
-        prompts = await self._work(size, _completion_prompts, backend, request)
+        prompts = await self.work(size, _completion_prompts, backend, request)
         return self._start("completions", prompts, request.sampling, arrived)
 
     def abort_all(self, error: PacelineError) -> None:
         """End every running generation with this error, and answer later requests with it."""
         self._closing = error
+        self._closed.set()
         for generation in self._generations:
             generation.abort(error)
+
+    async def closing(self) -> NoReturn:
+        """Wait for ``abort_all`` and raise its error."""
+        await self._closed.wait()
+        assert self._closing is not None
+        raise self._closing
 
     def close(self, generation: Generation) -> None:
         """The end of every generation, whatever became of it. Idempotent."""
         generation.close()
         self._generations.discard(generation)
-
-    async def _work(self, size: int, function: Callable[[Backend, T], R], backend: Backend, request: T) -> R:
-        if size <= INLINE_BYTES:
-            return function(backend, request)
-        return await asyncio.get_running_loop().run_in_executor(self._worker, function, backend, request)
 
     def _start(
         self, endpoint: str, prompts: Sequence[tuple[int, ...]], sampling: SamplingParams, arrived: float

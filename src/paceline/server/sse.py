@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from starlette.requests import ClientDisconnect
 from starlette.responses import StreamingResponse
@@ -28,22 +28,25 @@ async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) ->
 
     The request's body must have been read: from then on the only message that ``receive`` can bring is the disconnect.
     """
-    working = asyncio.ensure_future(work)
-    leaving = asyncio.ensure_future(_disconnected(receive))
+    return await unless(_disconnected(receive), work)
+
+
+async def unless(ending: Coroutine[Any, Any, NoReturn], work: Coroutine[Any, Any, T]) -> T:
+    """The result of ``work``, which is cancelled as soon as ``ending`` raises; then that is raised."""
+    tasks = working, waiting = asyncio.ensure_future(work), asyncio.ensure_future(ending)
     try:
-        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            return working.result()
-        raise ClientDisconnect
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else waiting.result()
     finally:
         working.cancel()
-        leaving.cancel()
-        await asyncio.gather(working, leaving, return_exceptions=True)
+        waiting.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _disconnected(receive: Receive) -> None:
+async def _disconnected(receive: Receive) -> NoReturn:
     while (await receive())["type"] != "http.disconnect":
         pass
+    raise ClientDisconnect
 
 
 class EventStream(StreamingResponse):
