@@ -96,7 +96,7 @@ def test_sampling_fields_arrive() -> None:
         ({"stop": "a" * (MAX_STOP_LENGTH + 1)}, "stop"),
         ({"stop_token_ids": 5}, "stop_token_ids"),
         ({"stop_token_ids": ["5"]}, "stop_token_ids"),
-        ({"stop_token_ids": [5] * (MAX_STOP_TOKENS + 1)}, "stop_token_ids"),
+        pytest.param({"stop_token_ids": [5] * (MAX_STOP_TOKENS + 1)}, "stop_token_ids", id="too many stop_token_ids"),
         ({"ignore_eos": "yes"}, "ignore_eos"),
         ({"stream": "yes"}, "stream"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
