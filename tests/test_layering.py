@@ -15,7 +15,7 @@ LAYERS = [
     ["types", "config"],
     ["batch"],
     ["ops"],
-    ["views", "sampling", "accept", "text"],
+    ["views", "sampling", "accept", "text", "messages"],
     ["models", "weights", "state"],
     ["engine"],
     ["bench", "selfcheck"],
