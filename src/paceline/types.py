@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import secrets
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -40,8 +40,11 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
-        object.__setattr__(self, "stop", tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        for name in ("stop", "stop_token_ids"):
+            value = getattr(self, name)
+            if not isinstance(value, Iterable) or isinstance(value, (str, bytes)):
+                raise InvalidRequest(f"{name} must be a list or a tuple, got {value!r}", param=name)
+            object.__setattr__(self, name, tuple(value))
         _number("temperature", self.temperature, 0.0, 100.0)
         _number("top_p", self.top_p, 0.0, 1.0, low_open=True)
         _number("min_p", self.min_p, 0.0, 1.0)
@@ -54,6 +57,8 @@ class SamplingParams:
             raise InvalidRequest("stop must hold non-empty strings", param="stop")
         for token in self.stop_token_ids:
             _integer("stop_token_ids", token, 0, None)
+        if not isinstance(self.ignore_eos, bool):
+            raise InvalidRequest(f"ignore_eos must be true or false, got {self.ignore_eos!r}", param="ignore_eos")
 
 
 def _number(name: str, value: object, low: float, high: float, *, low_open: bool = False) -> None:
@@ -91,8 +96,8 @@ class Request:
 
     @classmethod
     def create(cls, prompt: Sequence[int], sampling: SamplingParams, info: EngineInfo) -> Request:
-        """A request with an id of its own, a seed drawn where none is given, and ``max_tokens`` cut to the room that the
-        context leaves behind ``prompt`` (which must be shorter than the context)."""
+        """A request with an id of its own, a seed drawn where none is given, ``top_k`` cut to the vocabulary, and
+        ``max_tokens`` cut to the room that the context leaves behind ``prompt`` (which must be shorter than the context)."""
         room = info.max_ctx - len(prompt)
         ends = () if sampling.ignore_eos else info.eos_ids
         return cls(
@@ -100,7 +105,7 @@ class Request:
             prompt=tuple(prompt),
             temperature=sampling.temperature,
             top_p=sampling.top_p,
-            top_k=sampling.top_k,
+            top_k=min(sampling.top_k, info.vocab_size),
             min_p=sampling.min_p,
             seed=secrets.randbits(64) if sampling.seed is None else sampling.seed % SEED_MODULUS,
             max_tokens=room if sampling.max_tokens is None else min(sampling.max_tokens, room),
