@@ -113,6 +113,19 @@ class DrafterConfig:
         return "DFlash2" if self.selector_rank else "DFlash"
 
 
+_LOWEST = {
+    "max_concurrency": 1,
+    "max_ctx": 2,
+    "draft_swa": 1,
+    "draft_block_size": 2,
+    "kv_pool_tokens": 1,
+    "prefill_tokens": CHUNK_SIZE,
+    "threads": 1,
+}
+"""The options that are integers, and the least each may be."""
+_MAY_BE_NONE = ("drafter", "max_ctx", "draft_swa", "draft_block_size", "kv_pool_tokens", "threads", "model_name")
+
+
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
     """What a user may choose, with the defaults of ``LLM`` and of ``paceline serve``. Checked on construction."""
@@ -135,20 +148,16 @@ class EngineOptions:
     model_name: str | None = None
 
     def __post_init__(self) -> None:
+        self._check_types()
+        for name in ("target", "drafter"):
+            if getattr(self, name) == "":
+                raise ConfigError(f"{name} is empty: give a file or a directory", param=name)
         if self.dtype not in DTYPES:
             raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}", param="dtype")
         for name in ("cache_type_k", "cache_type_v"):
             if getattr(self, name) not in CACHE_TYPES:
                 raise ConfigError(f"{name} must be one of {', '.join(CACHE_TYPES)}, got {getattr(self, name)!r}", param=name)
-        for name, low in (
-            ("max_concurrency", 1),
-            ("max_ctx", 2),
-            ("draft_swa", 1),
-            ("draft_block_size", 2),
-            ("kv_pool_tokens", 1),
-            ("prefill_tokens", CHUNK_SIZE),
-            ("threads", 1),
-        ):
+        for name, low in _LOWEST.items():
             value = getattr(self, name)
             if value is not None and value < low:
                 raise ConfigError(f"{name} must be at least {low}, got {value}", param=name)
@@ -159,6 +168,21 @@ class EngineOptions:
                 f"admission_coalesce_ms must lie in [0, 1000], got {self.admission_coalesce_ms:g}",
                 param="admission_coalesce_ms",
             )
+
+    def _check_types(self) -> None:
+        for wanted, kinds, names in (
+            ("text", (str,), ("target", "drafter", "device", "model_name")),
+            ("an integer", (int,), tuple(_LOWEST)),
+            ("a number", (int, float), ("admission_coalesce_ms",)),
+            ("True or False", (bool,), ("speculation",)),
+        ):
+            for name in names:
+                value = getattr(self, name)
+                if value is None and name in _MAY_BE_NONE:
+                    continue
+                # Python counts True among the integers; as a number of lanes it is a mistake.
+                if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+                    raise ConfigError(f"{name} must be {wanted}, got {value!r}", param=name)
 
 
 DEMO_DIR = Path(__file__).parent / "demo"
