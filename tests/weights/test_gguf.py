@@ -114,3 +114,11 @@ def test_absurd_counts_are_a_load_error(tmp_path: Path) -> None:
         path.write_bytes(damaged)
         with pytest.raises(LoadError, match="damaged header or truncated metadata"):
             GgufFile(path)
+
+
+@pytest.mark.parametrize("key", ["tokenizer.chat_template", "tokenizer.ggml.tokens"])
+def test_text_that_is_not_utf8_names_file_and_key(tmp_path: Path, key: str) -> None:
+    path = tiny_target(tmp_path / "a.gguf", **{key: "abcabc" if "template" in key else ["x", "abcabc"]})
+    path.write_bytes(path.read_bytes().replace(b"abcabc", b"abc\xffbc"))
+    with pytest.raises(LoadError, match=rf"a\.gguf: {key} holds text that is not UTF-8: byte 3 is 0xff"):
+        GgufFile(path).metadata[key]

@@ -61,13 +61,20 @@ class _Reader(gguf.GGUFReader):
 
 
 class Metadata(Mapping[str, Any]):
-    """Key-value pairs of a GGUF file, decoded when asked for (a tokenizer holds most of them) and not kept."""
+    """Key-value pairs of a GGUF file, decoded when asked for (a tokenizer holds most of them) and not kept. ``LoadError``
+    names the file and the key of a text that is not UTF-8."""
 
-    def __init__(self, fields: Mapping[str, Any]) -> None:
+    def __init__(self, path: Path, fields: Mapping[str, Any]) -> None:
+        self._path = path
         self._fields = {key: field for key, field in fields.items() if not key.startswith("GGUF.")}
 
     def __getitem__(self, key: str) -> Any:
-        return self._fields[key].contents()
+        field = self._fields[key]
+        try:
+            return field.contents()
+        except UnicodeDecodeError as error:
+            fault = f"byte {error.start} is {error.object[error.start]:#x}"
+            raise LoadError(f"{self._path}: {key} holds text that is not UTF-8: {fault}") from None
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._fields)
@@ -86,7 +93,7 @@ class GgufFile:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         first = _read(self.path)
-        self.metadata = Metadata(first.fields)
+        self.metadata = Metadata(self.path, first.fields)
         self.paths = _parts(self.path, self.metadata)
         readers = [first, *(_read(part) for part in self.paths[1:])]
         self.tensors: dict[str, QuantTensor] = {}
