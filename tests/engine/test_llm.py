@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 
 from paceline import LLM, SamplingParams
 from paceline.config import DEMO_TARGET
-from paceline.engine.llm import Prompt
+from paceline.engine.llm import Prompt, _Running
 from paceline.errors import ConfigError, EngineDead, InvalidRequest, LaneFailed
+from paceline.types import Emission, Request
 from paceline.weights.load import open_target
 
 MAX_CTX = 256
@@ -138,6 +140,90 @@ def test_one_bad_prompt_starts_none(llm: LLM) -> None:
         llm.generate([TEXT, [50] * MAX_CTX], GREEDY)
     time.sleep(0.05)
     assert llm.stats().requests_finished == finished and llm.stats().lanes == 0
+
+
+def test_messages_follow_the_rules_of_http(llm: LLM) -> None:
+    assert llm.template is not None
+    parts = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo!"}]
+    given: Any = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": parts}]
+    plain = [{"role": "system", "content": "Be brief."}, *HELLO]
+    assert llm.encode(given) == llm.tokenizer.encode(llm.template.render(plain))
+
+
+@pytest.mark.parametrize(
+    ("message", "place"),
+    [
+        ({"role": "wizard", "content": "x"}, r"messages\[1\]\.role"),
+        ({"role": "user", "content": None}, r"messages\[1\]\.content is missing"),
+        ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, r"messages\[1\]\.content\[0\]"),
+        (5, r"messages\[1\] must be an object, got a number"),
+        (b"x", r"messages\[1\] must be an object, got bytes"),
+    ],
+)
+def test_bad_messages_are_refused_with_their_place(llm: LLM, message: Any, place: str) -> None:
+    with pytest.raises(InvalidRequest, match=place) as caught:
+        llm.encode([*HELLO, message])
+    assert caught.value.param == "prompts"
+
+
+@pytest.mark.parametrize(
+    ("prompts", "sentence"),
+    [
+        ([1, 2, 3], r"got int; generate takes a list of prompts, also around a single one"),
+        (HELLO, r"got dict; generate takes a list of prompts, also around a single one"),
+        ([None], "a prompt is text, a list of token ids or a list of messages, got NoneType"),
+        ([b"text"], "got bytes"),
+        (None, "prompts must be a list, got NoneType"),
+        (b"text", "prompts must be a list, got bytes"),
+        (HELLO[0], "prompts must be a list, got dict"),
+    ],
+)
+def test_what_is_no_list_of_prompts_is_refused(llm: LLM, prompts: Any, sentence: str) -> None:
+    with pytest.raises(InvalidRequest, match=sentence) as caught:
+        llm.generate(prompts, GREEDY)
+    assert caught.value.param == "prompts"
+
+
+@pytest.mark.parametrize("sampling", [[None], ["hot"], 5, {"temperature": 0}])
+def test_what_is_no_sampling_is_refused(llm: LLM, sampling: Any) -> None:
+    with pytest.raises(InvalidRequest, match="^sampling must") as caught:
+        llm.generate([TEXT], sampling)
+    assert caught.value.param == "sampling"
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, LaneFailed])
+def test_an_interrupted_generate_cancels_all(llm: LLM, monkeypatch: pytest.MonkeyPatch, error: Any) -> None:
+    def fail(running: object) -> None:
+        raise error("enough")
+
+    before = llm.stats().requests_finished.get("cancelled", 0)
+    monkeypatch.setattr(_Running, "result", fail)
+    with pytest.raises(error):
+        llm.generate([TEXT] * 4, SamplingParams(temperature=0, ignore_eos=True))
+    assert eventually(lambda: llm.stats().requests_finished.get("cancelled", 0) == before + 4)
+
+
+def test_an_interrupted_submission_cancels_all(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    submitted = []
+    submit = llm._engine.submit
+
+    def interrupted(request: Request, sink: Callable[[Emission], None]) -> None:
+        submit(request, sink)
+        submitted.append(request)
+        if len(submitted) == 2:
+            raise KeyboardInterrupt
+
+    before = llm.stats().requests_finished.get("cancelled", 0)
+    monkeypatch.setattr(llm._engine, "submit", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([TEXT] * 4, SamplingParams(temperature=0, ignore_eos=True))
+    assert eventually(lambda: llm.stats().requests_finished.get("cancelled", 0) == before + 2)
+
+
+def test_a_huge_top_k_keeps_all(llm: LLM) -> None:
+    sampling = [SamplingParams(top_k=top_k, seed=3, max_tokens=8, ignore_eos=True) for top_k in (0, 2**64)]
+    everything, huge = llm.generate([TEXT, TEXT], sampling)
+    assert (huge.tokens, huge.error) == (everything.tokens, None)
 
 
 def test_a_stream_is_the_answer_in_pieces(llm: LLM) -> None:

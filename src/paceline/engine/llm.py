@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import queue
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -13,6 +13,7 @@ from paceline.config import EngineOptions
 from paceline.engine.build import resolve_paths
 from paceline.engine.engine import Engine
 from paceline.errors import InvalidRequest, LaneFailed
+from paceline.messages import check_messages
 from paceline.text import TextStream
 from paceline.types import Emission, EngineStats, FinishReason, Request, RequestStats, SamplingParams
 from paceline.weights.load import open_target
@@ -95,14 +96,20 @@ class LLM:
         A prompt is raw text (special tokens parsed, no template), a list of token ids, or a list of messages (through the
         chat template). A bare string is a list of one. ``sampling`` is one object for all, or one per prompt.
         """
-        prompts = [prompts] if isinstance(prompts, str) else list(prompts)
+        prompts = [prompts] if isinstance(prompts, str) else _list("prompts", prompts)
         if sampling is None or isinstance(sampling, SamplingParams):
             sampling = [sampling or SamplingParams()] * len(prompts)
+        sampling = _list("sampling", sampling)
         if len(sampling) != len(prompts):
             raise InvalidRequest(f"{len(prompts)} prompts but {len(sampling)} sampling parameters", param="sampling")
         requests = [self._request(prompt, params) for prompt, params in zip(prompts, sampling, strict=True)]
-        running = [_Running(self, request, params) for request, params in zip(requests, sampling, strict=True)]
-        return [entry.result() for entry in running]
+        try:
+            running = [_Running(self, request, params) for request, params in zip(requests, sampling, strict=True)]
+            return [entry.result() for entry in running]
+        except BaseException:  # an interrupt too: nobody waits for the others any more
+            for request in requests:
+                self._engine.cancel(request.id)
+            raise
 
     def stream(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Iterator[Delta]:
         """Answer one prompt piece by piece. Leaving the iteration early cancels the request."""
@@ -110,15 +117,26 @@ class LLM:
         yield from _Running(self, self._request(prompt, params), params).deltas()
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt in any of its forms."""
+        """Token ids of a prompt in any of its forms. ``InvalidRequest`` says what is wrong with one."""
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
-        messages = [item for item in prompt if isinstance(item, dict)]
-        if messages and len(messages) == len(prompt):
-            if self.template is None:
-                raise InvalidRequest("the model has no chat template: give text or token ids", param="prompts")
-            return self.tokenizer.encode(self.template.render(messages))
+        if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
+            raise InvalidRequest(
+                f"a prompt is text, a list of token ids or a list of messages, got {type(prompt).__name__}; "
+                "generate takes a list of prompts, also around a single one: [[1, 2, 3]]",
+                param="prompts",
+            )
+        if any(isinstance(item, dict) for item in prompt):
+            return self.tokenizer.encode(self._render(list(prompt)))
         return [self._token_id(item) for item in prompt]
+
+    def _render(self, messages: list[Any]) -> str:
+        if self.template is None:
+            raise InvalidRequest("the model has no chat template: give text or token ids", param="prompts")
+        try:
+            return self.template.render(check_messages(messages))
+        except InvalidRequest as error:
+            raise InvalidRequest(error.message, param="prompts", code=error.code) from None
 
     def _token_id(self, item: object) -> int:
         if isinstance(item, bool) or not isinstance(item, int) or not 0 <= item < self.info.vocab_size:
@@ -126,6 +144,8 @@ class LLM:
         return item
 
     def _request(self, prompt: Prompt, params: SamplingParams) -> Request:
+        if not isinstance(params, SamplingParams):
+            raise InvalidRequest(f"sampling must hold SamplingParams, got {type(params).__name__}", param="sampling")
         tokens = self.encode(prompt)
         if not 0 < len(tokens) < self.info.max_ctx:
             raise InvalidRequest(
@@ -134,6 +154,12 @@ class LLM:
                 code="context_length_exceeded",
             )
         return Request.create(tokens, params, self.info)
+
+
+def _list(name: str, values: Iterable[Any]) -> list[Any]:
+    if not isinstance(values, Iterable) or isinstance(values, (bytes, Mapping)):
+        raise InvalidRequest(f"{name} must be a list, got {type(values).__name__}", param=name)
+    return list(values)
 
 
 class _Running:
