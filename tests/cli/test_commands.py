@@ -6,6 +6,8 @@ import io
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from paceline.cli import demo, main, selfcheck
 from paceline.config import DEMO_DRAFTER, DEMO_TARGET
 from paceline.selfcheck import Outcome
 from paceline.types import Emission, Request
+from paceline.weights import describe
 from paceline.weights.load import open_target
 
 QUESTION = "Tom has 3 boxes with 4 pencils each. How many pencils does he have?"
@@ -75,6 +78,22 @@ def test_inspect_shows_the_demo_pair(capsys: pytest.CaptureFixture[str]) -> None
     for part in ("dflash", str(DEMO_DRAFTER), "DFlash2, block 8", "1, 3, 5", "2048", "Q8_0", "rank 128"):
         assert part in drafter
     assert "cannot be run" not in target + drafter
+
+
+def test_inspect_starts_a_directory_by_its_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The weights of a Hugging Face directory are files in it, which nothing can be started with."""
+    described = replace(describe.describe(DEMO_TARGET), path=tmp_path, paths=(tmp_path / "model.safetensors",))
+    monkeypatch.setattr(describe, "describe", lambda path: described)
+    lines = output(capsys, "inspect", str(tmp_path)).splitlines()
+    assert lines[-1].split() == ["start", "it:", "paceline", "serve", str(tmp_path)]
+
+
+def test_help_says_what_is_not_used_without_speculation(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("serve", "generate"):
+        words = " ".join(output(capsys, command, "--help").split())
+        assert words.count("Neither used nor checked with") == 3
 
 
 def test_selfcheck_passes_on_this_machine(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,6 +97,11 @@ def test_a_command_line_that_cannot_be_read_is_status_2(
         (["serve", "--threads", "100000"], ["threads", "1024", "100000"]),
         (["serve", "--admission-coalesce-ms", "-1"], ["admission_coalesce_ms", "1000", "-1"]),
         (["serve", "--api-key", ""], ["--api-key", "empty"]),
+        (["serve", ""], ["target", "empty"]),
+        (["serve", "--model", ""], ["target", "empty"]),
+        (["serve", "--draft", ""], ["drafter", "empty"]),
+        (["generate", "hi", "--model", ""], ["target", "empty"]),
+        (["selfcheck", "--dtype", "int3"], ["dtype", "int3", "bfloat16"]),
         (["generate", "hi", "--top-p", "2"], ["top_p", "1", "2"]),
         (["generate", "hi", "--temperature", "nan"], ["temperature", "nan"]),
         (["generate", "hi", "--device", "tpu"], ["device", "tpu", "cpu"]),
@@ -118,6 +123,21 @@ def test_a_prompt_file_that_is_no_text(tmp_path: Path, capsys: pytest.CaptureFix
     path = tmp_path / "prompt"
     path.write_bytes(b"abc\xff")
     assert run(capsys, "generate", "-f", str(path)) == (1, f"error: {path}: not UTF-8 text: byte 3 is 0xff")
+
+
+def test_a_closed_stdin(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "stdin", None)
+    assert run(capsys, "generate", "-f", "-") == (1, "error: --prompt-file -: stdin is closed")
+
+
+def test_a_closed_stderr_leaves_stdout_alone() -> None:
+    program = f"{sys.executable} -m paceline.cli generate hi -n 1 --max-ctx 64 --top-k {{}} 2>&-"
+    good, bad = (
+        subprocess.run(["bash", "-c", program.format(top_k)], capture_output=True, text=True, timeout=60)
+        for top_k in (1, -5)
+    )
+    assert (good.returncode, good.stderr) == (0, "") and "tok/s" not in good.stdout
+    assert (bad.returncode, bad.stdout) == (1, "")
 
 
 @pytest.mark.parametrize("command", ["serve", "generate", "inspect"])

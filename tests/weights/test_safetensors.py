@@ -31,6 +31,7 @@ from paceline.config import DrafterConfig, RopeScaling, TargetConfig
 from paceline.errors import LoadError
 from paceline.ops.quant import dequantize
 from paceline.weights import names
+from paceline.weights.describe import describe
 from paceline.weights.load import Checkpoint, fill, open_drafter, open_target
 
 TARGET_CONFIG: dict[str, Any] = {
@@ -320,3 +321,9 @@ def test_a_separate_mask_embedding_is_refused(tmp_path: Path) -> None:
     (path / "mask_embedding.pt").write_bytes(b"")
     with pytest.raises(LoadError, match=r"mask_embedding\.pt"):
         open_drafter(path)
+
+
+def test_a_directory_is_described_as_what_it_is_started_with(tmp_path: Path) -> None:
+    path = hf_target(tmp_path / "hf", shards=2)
+    described = describe(path)
+    assert (described.path, len(described.paths)) == (path, 2)

@@ -52,6 +52,8 @@ def _application() -> typer.Typer:
 def main(arguments: list[str] | None = None) -> int:
     """Run ``paceline`` with these arguments, or the process's. Returns the exit status: 0; 1 for an error; 2 for a command
     line that cannot be read; 130 after an interrupt."""
+    if sys.stderr is None:  # the shell's 2>&-: print would take stdout instead
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     try:
         return typer.main.get_command(_application()).main(arguments, prog_name="paceline", standalone_mode=False) or 0
     except PacelineError as error:

@@ -111,7 +111,7 @@ def generate(
     from paceline.engine.llm import LLM
 
     with LLM(
-        model or DEFAULTS.target,
+        DEFAULTS.target if model is None else model,
         draft,
         speculation=speculation,
         draft_block_size=draft_block_size,
@@ -133,6 +133,8 @@ def generate(
 
 
 def _read(file: str) -> str:
+    if file == "-" and sys.stdin is None:  # the shell's <&-
+        raise InvalidRequest("--prompt-file -: stdin is closed")
     try:
         return sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:

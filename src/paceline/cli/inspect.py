@@ -101,11 +101,11 @@ def _needs(found: Description) -> list[tuple[str, str]]:
         caches = ", ".join(f"{size / 1024:.1f} KiB in {kind}" for kind, size in per_token.items())
         lines.append(("K/V per token", caches))
         lines.append(("per lane", f"{_size(found.state_bytes_per_lane)} of state beside the K/V"))
-        lines.append(("start it", f"paceline serve {found.paths[0]}"))
+        lines.append(("start it", f"paceline serve {found.path}"))
     else:
         caches = ", ".join(f"{size / 1024:.1f} KiB in {kind}" for kind, size in per_token.items())
         lines.append(("K/V per token", f"{caches}, at most the window's tokens in sliding layers"))
-        lines.append(("start it", f"paceline serve TARGET --draft {found.paths[0]}"))
+        lines.append(("start it", f"paceline serve TARGET --draft {found.path}"))
     return lines
 
 

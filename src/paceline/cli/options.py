@@ -15,6 +15,7 @@ DEFAULTS = EngineOptions()
 SAMPLING = SamplingParams()
 
 _CACHES = "|".join(CACHE_TYPES)
+_DRAFTING_ONLY = "Neither used nor checked with --no-speculation."
 
 
 class LogLevel(StrEnum):
@@ -46,7 +47,7 @@ Draft = Annotated[
         "--draft",
         metavar="FILE",
         help="The drafter: a DFlash or DFlash2 GGUF file or Hugging Face directory. "
-        "'demo' is the drafter of the built-in model, and no drafter with any other.",
+        "'demo' is the drafter of the built-in model, and no drafter with any other. " + _DRAFTING_ONLY,
     ),
 ]
 Speculation = Annotated[
@@ -61,7 +62,8 @@ DraftBlockSize = Annotated[
     typer.Option(
         "--draft-block-size",
         metavar="N",
-        help="Rows of the drafter's block, one more than tokens drafted per round; at most what it was trained with.",
+        help="Rows of the drafter's block, one more than tokens drafted per round; at most what it was trained with. "
+        + _DRAFTING_ONLY,
         show_default="as trained",
     ),
 ]
@@ -70,7 +72,8 @@ DraftSwa = Annotated[
     typer.Option(
         "--draft-swa",
         metavar="N",
-        help="Window, in tokens, of the drafter's sliding layers. Which layers slide stays as the file says.",
+        help="Window, in tokens, of the drafter's sliding layers. Which layers slide stays as the file says. "
+        + _DRAFTING_ONLY,
         show_default="from the file",
     ),
 ]

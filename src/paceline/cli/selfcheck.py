@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from paceline.cli.options import DEFAULTS, Dtype, Level, LogLevel, start_logging
+from paceline.config import EngineOptions
 
 if TYPE_CHECKING:
     from paceline.selfcheck import Outcome
@@ -24,6 +25,7 @@ def selfcheck(dtype: Dtype = DEFAULTS.dtype, log_level: Level = LogLevel.WARNING
     batches; then the demo pair, without and with speculation, at one lane and at three. The exit status is 0 if all bits and
     all tokens are equal, else 1. Takes a minute or two.
     """
+    EngineOptions(dtype=dtype)  # refuses a bad one now, not after the minute that the cases take
     start_logging(log_level)
     from paceline.selfcheck import all_cases, run_all
 

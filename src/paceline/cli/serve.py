@@ -104,8 +104,9 @@ def serve(
         raise typer.BadParameter(f"the model is given twice, as {target!r} and with --model as {model!r}")
     if api_key == "":
         raise ConfigError("--api-key is empty; leave it out to serve without a key", param="api_key")
+    chosen = model if target is None else target
     options = EngineOptions(
-        target=target or model or DEFAULTS.target,
+        target=DEFAULTS.target if chosen is None else chosen,
         drafter=draft,
         speculation=speculation,
         draft_block_size=draft_block_size,

@@ -29,11 +29,13 @@ class TypeUse:
 class Description:
     """A model file at a glance. ``problems`` says why it cannot be run and is empty when it can.
 
+    ``path`` is what to start it with, the (first) GGUF file or the Hugging Face directory; ``paths`` hold the weights.
     ``parameters`` counts the numbers in all tensors, ``weight_bytes`` their stored size without the ignored ones.
     ``cache_bytes_per_token`` is by cache type: a target's K/V, or a drafter's context K/V. ``state_bytes_per_lane`` is the
     recurrent and convolution state of one lane. Sizes that need the geometry are empty or 0 when it cannot be read.
     """
 
+    path: Path
     paths: tuple[Path, ...]
     architecture: str
     name: str | None
@@ -63,6 +65,7 @@ def describe(path: str | Path) -> Description:
     ignored = checkpoint.ignored if checkpoint else ()
     config = checkpoint.config if checkpoint else None
     return Description(
+        path=file.path,
         paths=file.paths,
         architecture=file.architecture,
         name=file.metadata.get("general.name"),
