@@ -21,10 +21,11 @@ from paceline.views import ContextView
 def random_drafter(config: DrafterConfig, target: Qwen35, dtype: torch.dtype, max_positions: int) -> DFlashDrafter:
     """A drafter of this geometry with random weights, the same ones each time."""
     generator = torch.Generator().manual_seed(0)
+    device = target.norm.weight.device
     model = DFlash(config, dtype)
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
-            values = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+            values = torch.randn(parameter.shape, generator=generator).to(device, parameter.dtype)
             setattr(module, name, nn.Parameter(values, requires_grad=False))
     model.finish(max_positions)
     return DFlashDrafter(model, target)
