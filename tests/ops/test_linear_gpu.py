@@ -47,8 +47,8 @@ def rows(count: int, columns: int) -> Tensor:
 
 
 def error(got: Tensor, x: Tensor, weight: Tensor) -> float:
-    """Beside the size that a row of outputs has on average: roundings are relative to the terms, and a handful of outputs may
-    cancel."""
+    """Beside the size that a row of outputs has on average: roundings are relative to the terms, and a handful of outputs
+    may cancel."""
     expected = x.double() @ weight.double().T
     size = x.double().norm(dim=1) * weight.double().norm() / weight.shape[1] ** 0.5
     return float(((got.double() - expected).norm(dim=1) / size).max())
