@@ -27,7 +27,7 @@ def check_messages(value: object) -> list[dict[str, Any]]:
 
 def _message(value: object, where: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise InvalidRequest(f"{where} must be an object, got {_type(value)}", param=where)
+        raise InvalidRequest(f"{where} must be an object, got {json_type(value)}", param=where)
     _check_fields(value, where)
     role = value.get("role")
     if not isinstance(role, str) or role not in _ROLES:
@@ -50,7 +50,7 @@ def _check_fields(message: Mapping[str, Any], where: str) -> None:
             continue
         if name in _TEXT_FIELDS:
             if not isinstance(value, str):
-                raise InvalidRequest(f"{place} must be a string, got {_type(value)}", param=place)
+                raise InvalidRequest(f"{place} must be a string, got {json_type(value)}", param=place)
         elif name != "annotations":
             raise InvalidRequest(f"unknown field {place!r}", param=place, code="unknown_parameter")
         elif value != []:  # clients send back an empty list with an assistant's message they got from us
@@ -65,7 +65,7 @@ def _content(value: object, where: str) -> str:
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
-        raise InvalidRequest(f"{where} must be a string or a list of text parts, got {_type(value)}", param=where)
+        raise InvalidRequest(f"{where} must be a string or a list of text parts, got {json_type(value)}", param=where)
     for index, part in enumerate(value):
         kind = part.get("type") if isinstance(part, dict) else None
         if kind != "text" or not isinstance(part.get("text"), str):
@@ -80,7 +80,7 @@ def _tool_calls(value: object, where: str) -> list[dict[str, Any]]:
     if value is None:
         return []
     if not isinstance(value, list):
-        raise InvalidRequest(f"{where} must be a list, got {_type(value)}", param=where)
+        raise InvalidRequest(f"{where} must be a list, got {json_type(value)}", param=where)
     return [_tool_call(call, f"{where}[{index}]") for index, call in enumerate(value)]
 
 
@@ -99,9 +99,9 @@ def _tool_call(call: object, where: str) -> dict[str, Any]:
     return call | {"function": function | {"arguments": arguments}}
 
 
-_TYPE_NAMES = {type(None): "null", str: "a string", list: "a list", dict: "an object", bool: "true or false"}
+TYPE_NAMES = {type(None): "null", str: "a string", list: "a list", dict: "an object", bool: "true or false"}
 
 
-def _type(value: object) -> str:
+def json_type(value: object) -> str:
     """The JSON name of a value's type, or Python's for one that JSON does not have."""
-    return "a number" if type(value) in (int, float) else _TYPE_NAMES.get(type(value), type(value).__name__)
+    return "a number" if type(value) in (int, float) else TYPE_NAMES.get(type(value), type(value).__name__)

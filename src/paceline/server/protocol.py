@@ -14,7 +14,7 @@ from enum import Enum
 from typing import Any
 
 from paceline.errors import InvalidRequest, PacelineError
-from paceline.messages import check_messages
+from paceline.messages import TYPE_NAMES, check_messages, json_type
 from paceline.types import SamplingParams
 
 MAX_STOP_STRINGS = 16
@@ -167,7 +167,7 @@ def parse_json(body: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise InvalidRequest(f"the body is not valid JSON: {error}") from None
     if not isinstance(value, dict):
-        raise InvalidRequest(f"the body must be a JSON object, got {_json_type(value)}")
+        raise InvalidRequest(f"the body must be a JSON object, got {json_type(value)}")
     return value
 
 
@@ -321,7 +321,7 @@ def _prompts(value: object) -> list[str | tuple[int, ...]]:
     for index, prompt in enumerate(value):
         if not isinstance(prompt, str) and not (isinstance(prompt, list) and _is_token_ids(prompt)):
             raise InvalidRequest(
-                f"prompt[{index}] must be a string or a list of token ids, got {_json_type(prompt)}", param="prompt"
+                f"prompt[{index}] must be a string or a list of token ids, got {json_type(prompt)}", param="prompt"
             )
         prompts.append(prompt if isinstance(prompt, str) else tuple(prompt))
     return prompts
@@ -336,21 +336,12 @@ def _expect(kind: type, body: Mapping[str, Any], name: str, prefix: str = "") ->
     value = body.get(name)
     if value is not None and not isinstance(value, kind):
         where = prefix + name
-        raise InvalidRequest(f"{where} must be {_TYPE_NAMES[kind]}, got {_json_type(value)}", param=where)
+        raise InvalidRequest(f"{where} must be {TYPE_NAMES[kind]}, got {json_type(value)}", param=where)
     return value
 
 
 def _flag(body: Mapping[str, Any], name: str, prefix: str = "") -> bool:
     return bool(_expect(bool, body, name, prefix))
-
-
-_TYPE_NAMES = {str: "a string", list: "a list", dict: "an object", bool: "true or false"}
-
-
-def _json_type(value: object) -> str:
-    if value is None:
-        return "null"
-    return "a number" if type(value) in (int, float) else _TYPE_NAMES[type(value)]
 
 
 def _refuse_constant(name: str) -> None:
