@@ -18,8 +18,8 @@ from paceline.batch import PackedBatch, pack
 from paceline.config import CACHE_TYPES, CHUNK_SIZE, PAGE_SIZE, CacheType
 from paceline.ops.activation import sigmoid, softplus
 from paceline.ops.attention import attention
-from paceline.ops.conv import causal_conv, conv_history
-from paceline.ops.gdn import gdn_prefill, gdn_replay, gdn_verify
+from paceline.ops.conv import advance_history, causal_conv, conv_history
+from paceline.ops.gdn import ReplayLog, gdn_inputs, gdn_prefill, gdn_replay, gdn_verify
 from paceline.ops.kv import PagedTensor, allocate_pages, write_rows
 from paceline.ops.norm import l2_norm
 from paceline.selfcheck.case import Case, Outputs, Rng, laid_out, randn
@@ -35,7 +35,9 @@ _MOST_REJECTED = 3
 
 def lane_cases() -> list[Case]:
     rng = np.random.default_rng(2)
-    cases = [_conv(rng, kind) for kind in ("decode", "prefill")] + [_gdn_verify(rng), _gdn_prefill(rng)]
+    kinds: tuple[RowKind, ...] = ("decode", "prefill")
+    cases = [_conv(rng, kind) for kind in kinds] + [_gdn_inputs(rng, kind) for kind in kinds]
+    cases += [_gdn_verify(rng), _gdn_prefill(rng)]
     for cache in CACHE_TYPES:
         for window in (None, 70):
             cases.append(_attention(rng, "decode", cache, window=window))
@@ -143,7 +145,51 @@ _KEY_HEADS, _VALUE_HEADS, _GDN_DIM = 2, 6, 128
 _HEAD_MAP = torch.arange(_VALUE_HEADS) % _KEY_HEADS
 
 
-def _gdn_inputs(rng: Rng, rows: Sequence[int]) -> tuple[list[list[Tensor]], Tensor]:
+def _gdn_inputs(rng: Rng, kind: RowKind) -> Case:
+    """What a verify forward leaves in its log is what it returns, and every layer's history advances by it."""
+    verify = kind == "decode"
+    rows = _VERIFY_ROWS if verify else _PROMPT_ROWS
+    lanes = _Lanes(kind, rows, [0] * len(rows), 1 if verify else CHUNK_SIZE, _MOST_REJECTED if verify else 0)
+    dim, channels = 16, 16 * (2 * _KEY_HEADS + _VALUE_HEADS)
+    weight, decay, dt_bias = randn(rng, channels, 4), -randn(rng, _VALUE_HEADS).exp(), randn(rng, _VALUE_HEADS)
+    raw, b, a = ([randn(rng, n, size) for n in rows] for size in (channels, _VALUE_HEADS, _VALUE_HEADS))
+    first = randn(rng, len(rows), 3, channels)
+
+    def compute(chosen: Sequence[int], rng: Rng) -> Outputs:
+        history, layer = {lane: first[lane] for lane in chosen}, int(rng.integers(2))
+        out: dict[int, list[tuple[Tensor, ...]]] = {lane: [] for lane in chosen}
+        for turn in lanes.turns(chosen, rng):
+            kept = list(turn.kept())
+            before = randn(rng, 2, len(kept), 3, channels)
+            before[layer] = torch.stack([history[lane] for lane, _ in kept])
+            log, logs = _log_for(turn.batch.num_rows + 2, channels, dim, layer)
+            x = turn.gather(raw)
+            given = log if verify else None
+            if not verify:
+                logs[layer, : len(x)] = x
+            got = gdn_inputs(
+                *(x, turn.gather(b), turn.gather(a), laid_out(before[layer], rng), weight, decay, dt_bias),
+                *(_KEY_HEADS, dim, turn.batch, given),
+            )
+            keep = torch.tensor([at.stop - at.start for _, at in kept])
+            advance_history(before, logs, keep, turn.batch)
+            for index, (lane, at) in enumerate(kept):
+                logged = (log.k[: len(x)][at], log.g[: len(x)][at]) if verify else (got.k[at], got.g[at])
+                out[lane].append((*(value[at] for value in got), *logged))
+                history[lane] = before[layer, index]
+        return [(*_joined(out[lane]), history[lane]) for lane in chosen]
+
+    return Case(f"gdn_inputs of {kind} rows", ("gdn_inputs", "advance_history"), len(rows), compute)
+
+
+def _log_for(rows: int, channels: int, dim: int, layer: int) -> tuple[ReplayLog, Tensor]:
+    """A log whose raw inputs are those of one layer of two, and those of both."""
+    raw = torch.zeros(2, rows, channels)
+    k, d = torch.full((rows, _KEY_HEADS, dim), torch.nan), torch.full((rows, _VALUE_HEADS, dim), torch.nan)
+    return ReplayLog(raw[layer], k, d, torch.full((rows, _VALUE_HEADS), torch.nan)), raw
+
+
+def _gdn_rows(rng: Rng, rows: Sequence[int]) -> tuple[list[list[Tensor]], Tensor]:
     """(q, k, v, beta, g), each a list of one tensor per lane, and the states before."""
     per_lane = [
         (
@@ -162,7 +208,7 @@ def _gdn_inputs(rng: Rng, rows: Sequence[int]) -> tuple[list[list[Tensor]], Tens
 def _gdn_verify(rng: Rng) -> Case:
     """Spans of any width, any of whose rows may have been rejected, with the log replayed behind each: as stepping."""
     lanes = _Lanes("decode", _VERIFY_ROWS, _DECODE_BASES, 1, _MOST_REJECTED)
-    inputs, first = _gdn_inputs(rng, _VERIFY_ROWS)
+    inputs, first = _gdn_rows(rng, _VERIFY_ROWS)
 
     def compute(chosen: Sequence[int], rng: Rng) -> Outputs:
         state = {lane: first[lane] for lane in chosen}
@@ -199,7 +245,7 @@ def _replayed(state: Tensor, k: Tensor, d: Tensor, g: Tensor, rng: Rng) -> Tenso
 
 def _gdn_prefill(rng: Rng) -> Case:
     lanes = _Lanes("prefill", _PROMPT_ROWS, _PROMPT_BASES, CHUNK_SIZE)
-    inputs, first = _gdn_inputs(rng, _PROMPT_ROWS)
+    inputs, first = _gdn_rows(rng, _PROMPT_ROWS)
 
     def compute(chosen: Sequence[int], rng: Rng) -> Outputs:
         state = {lane: first[lane] for lane in chosen}

@@ -54,11 +54,12 @@ def row_cases() -> list[Case]:
     return cases
 
 
-def _case(name: str, ops: tuple[str, ...], function: Callable[..., Tensor], *inputs: Tensor) -> Case:
+def _case(name: str, ops: tuple[str, ...], function: Callable[..., Tensor | tuple[Tensor, ...]], *inputs: Tensor) -> Case:
     """A function of row tensors, each given in a memory layout of its own."""
 
     def compute(chosen: Sequence[int], rng: Rng) -> Outputs:
-        return _split(function(*(laid_out(x[chosen], rng) for x in inputs)))
+        out = function(*(laid_out(x[chosen], rng) for x in inputs))
+        return _split(*((out,) if isinstance(out, Tensor) else out))
 
     return Case(name, ops, inputs[0].shape[0], compute)
 
@@ -92,23 +93,28 @@ def _quantised_linear(rng: Rng, qtype: str, dtype: torch.dtype, kind: RowKind) -
 
 def _elementwise(rng: Rng) -> list[Case]:
     x, y = 8.0 * randn(rng, ROWS, 37), randn(rng, ROWS, 37)
+    heads, gate = randn(rng, ROWS, 3, 37), 8.0 * randn(rng, ROWS, 3, 37)
     return [
         _case("sigmoid", ("sigmoid",), activation.sigmoid, x),
         _case("silu", ("silu",), activation.silu, x),
         _case("softplus", ("softplus",), activation.softplus, x),
         _case("softcap", ("softcap",), lambda x: activation.softcap(x, 30.0), x),
         _case("swiglu", ("swiglu",), activation.swiglu, x, y),
+        _case("gated_heads", ("gated_heads",), activation.gated_heads, heads, gate),
     ]
 
 
 def _norms(rng: Rng) -> list[Case]:
-    x, heads, gate = randn(rng, ROWS, 512), randn(rng, ROWS, 3, 96), randn(rng, ROWS, 3, 96)
+    x, delta = randn(rng, ROWS, 512), randn(rng, ROWS, 512)
+    heads, gate = randn(rng, ROWS, 3, 96), randn(rng, ROWS, 3, 96)
     wide, narrow = 1.0 + 0.1 * randn(rng, 512), 1.0 + 0.1 * randn(rng, 96)
     return [
         _case("rms_norm of rows", ("rms_norm",), lambda x: norm.rms_norm(x, wide, 1e-6), x),
         _case("rms_norm of heads", ("rms_norm",), lambda x: norm.rms_norm(x, narrow, 1e-6), heads),
         _case("l2_norm", ("l2_norm",), norm.l2_norm, heads),
+        _case("add_rms_norm", ("add_rms_norm",), lambda x, d: norm.add_rms_norm(x, d, wide, 1e-6), x, delta),
         _case("gated_rms_norm", ("gated_rms_norm",), lambda x, g: norm.gated_rms_norm(x, g, narrow, 1e-6), heads, gate),
+        _case("gated_output", ("gated_output",), lambda x, g: norm.gated_output(x, g, narrow, 1e-6), heads, gate),
     ]
 
 

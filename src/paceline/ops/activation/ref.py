@@ -26,7 +26,13 @@ def softplus(x: Tensor) -> Tensor:
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up, [N, F] each, as rows for ``linear``."""
     return silu(gate) * up
+
+
+def gated_heads(o: Tensor, gate: Tensor) -> Tensor:
+    """o * sigmoid(gate), [N, heads, D] each, as rows [N, heads * D] for ``linear``."""
+    return (o * sigmoid(gate)).flatten(1)
 
 
 def softcap(x: Tensor, cap: float) -> Tensor:

@@ -37,6 +37,13 @@ def conv_history(x: Tensor, history: Tensor, keep: Tensor, batch: PackedBatch) -
     return extended[torch.where(offset < width, old, new)]
 
 
+def advance_history(history: Tensor, raw: Tensor, keep: Tensor, batch: PackedBatch) -> None:
+    """``conv_history`` of every layer, in place: history [layers, L, w-1, C], raw inputs [layers, >= N, C]. A span that
+    keeps no row leaves its lane as it is."""
+    for layer in range(history.shape[0]):
+        history[layer, batch.lanes] = conv_history(raw[layer, : batch.num_rows], history[layer], keep, batch)
+
+
 def _extended(x: Tensor, history: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor]:
     """Per span (history ‖ inputs), packed, and each row's index of its oldest tap in it."""
     width = history.shape[1]

@@ -13,19 +13,80 @@ the walk, so that committing is bit-identical to having stepped. ``gdn_prefill``
 from __future__ import annotations
 
 import itertools
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from paceline.batch import PackedBatch
 from paceline.config import CHUNK_SIZE
+from paceline.ops.activation import sigmoid, softplus
+from paceline.ops.conv import causal_conv
+from paceline.ops.norm import l2_norm
+
+
+class ReplayLog(NamedTuple):
+    """Room for what the rows of a verify forward leave behind for the commit, R >= N rows: the raw inputs of the convolution
+    [R, C], k [R, Hk, Dk], d [R, Hv, Dv] and g [R, Hv]."""
+
+    raw: Tensor
+    k: Tensor
+    d: Tensor
+    g: Tensor
+
+
+class GdnInputs(NamedTuple):
+    """What the recurrence reads of N rows: q (scaled) and k [N, Hk, Dk], v [N, Hv, Dv], beta and g [N, Hv]."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    beta: Tensor
+    g: Tensor
+
+
+def gdn_inputs(
+    raw: Tensor,
+    b: Tensor,
+    a: Tensor,
+    history: Tensor,
+    weight: Tensor,
+    decay: Tensor,
+    dt_bias: Tensor,
+    key_heads: int,
+    key_dim: int,
+    batch: PackedBatch,
+    log: ReplayLog | None = None,
+) -> GdnInputs:
+    """From the projections of N rows to the recurrence: the convolution over ``raw`` [N, C] (channels q, k, v; history and
+    weight as in ``causal_conv``), l2 norms and scale of q and k, beta = sigmoid(b), g = decay * softplus(a + dt_bias); b and
+    a [N, Hv], decay (the checkpoint's A) and dt_bias [Hv]. With a ``log`` raw, k and g are left in its first N rows."""
+    keys = key_heads * key_dim
+    mixed = causal_conv(raw, history, weight, batch)
+    q, k, v = mixed.split((keys, keys, raw.shape[1] - 2 * keys), dim=-1)
+    q = l2_norm(q.unflatten(-1, (key_heads, key_dim))) * key_dim**-0.5
+    k = l2_norm(k.unflatten(-1, (key_heads, key_dim)))
+    inputs = GdnInputs(q, k, v.unflatten(-1, (b.shape[1], -1)), sigmoid(b), decay * softplus(a + dt_bias))
+    if log is not None:
+        for place, values in ((log.raw, raw), (log.k, inputs.k), (log.g, inputs.g)):
+            place[: len(values)] = values
+    return inputs
 
 
 def gdn_verify(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor, state: Tensor, head_map: Tensor, batch: PackedBatch
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    g: Tensor,
+    state: Tensor,
+    head_map: Tensor,
+    batch: PackedBatch,
+    log: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """q, k [N, Hk, Dk]; v [N, Hv, Dv]; beta, g [N, Hv]; state [L, Hv, Dk, Dv] of every lane, of which ``batch.lanes`` are
-    read; head_map [Hv] the key head of each value head. Returns (o, d), both [N, Hv, Dv]."""
+    read; head_map [Hv] the key head of each value head. Returns (o, d), both [N, Hv, Dv]; d lies in the first N rows of
+    ``log`` [>= N, Hv, Dv] where one is given."""
     steps = _steps(batch, q.device)
     state = state[batch.lanes[steps.order]]
     key_query = steps.gather(torch.stack((k, q), dim=2)[:, head_map])
@@ -40,7 +101,11 @@ def gdn_verify(
         if going_on:
             go = (step, slice(going_on))
             _advance(state[:going_on], key_query[go][:, :, 0], delta[go], decay[go])
-    return steps.scatter(out), steps.scatter(delta)
+    d = steps.scatter(delta)
+    if log is not None:
+        log[: len(d)] = d
+        d = log[: len(d)]
+    return steps.scatter(out), d
 
 
 def _contract(key_query: Tensor, state: Tensor) -> Tensor:

@@ -14,6 +14,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x * scale * weight
 
 
+def add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(x + delta, its ``rms_norm``): the residual stream [N, H] behind a sublayer that adds ``delta`` (None: nothing), and
+    the input of the next one, for ``linear``."""
+    if delta is not None:
+        x = x + delta
+    return x, rms_norm(x, weight, eps)
+
+
 def l2_norm(x: Tensor, eps: float = 1e-6) -> Tensor:
     """x / sqrt(sum(x²) + eps); eps sits inside the root of the *sum* (Gated DeltaNet), so zeros stay zeros."""
     x = x.contiguous()
@@ -23,3 +31,8 @@ def l2_norm(x: Tensor, eps: float = 1e-6) -> Tensor:
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     """rms_norm(x) * silu(gate): the output norm of a Gated-DeltaNet head; x, gate [..., Dv], weight [Dv]."""
     return rms_norm(x, weight, eps) * silu(gate)
+
+
+def gated_output(o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """``gated_rms_norm`` of every head, o and z [N, Hv, Dv], as rows [N, Hv * Dv] for ``linear``."""
+    return gated_rms_norm(o, z, weight, eps).flatten(1)
