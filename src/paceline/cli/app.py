@@ -12,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+from paceline.cli.bench import bench
 from paceline.cli.demo import demo
 from paceline.cli.generate import generate
 from paceline.cli.inspect import inspect
@@ -46,6 +47,7 @@ def _application() -> typer.Typer:
     app.callback()(_paceline)
     for command in (serve, generate, inspect, selfcheck, demo):
         app.command()(command)
+    app.add_typer(bench, name="bench")
     return app
 
 

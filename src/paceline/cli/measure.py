@@ -1,0 +1,76 @@
+"""The commands of ``paceline bench`` that measure. What they print and write is described in docs/benchmarks.md."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from paceline.cli.options import DEFAULTS, Draft, ModelOption
+from paceline.errors import ConfigError
+
+Out = Annotated[Path, typer.Option("--out", metavar="FILE", help="Where the record is written, as JSON.")]
+PromptTokens = Annotated[int, typer.Option("--prompt-tokens", metavar="N", help="Tokens of each prompt.")]
+
+
+def serve(
+    model: ModelOption = None,
+    draft: Draft = str(DEFAULTS.drafter),
+    config: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--config",
+            metavar="NAME=FLAGS",
+            help="A configuration to measure: a name, and the flags it adds to 'paceline serve'. Give several.",
+            show_default="plain=--no-speculation and speculation=",
+        ),
+    ] = None,
+    serve_flags: Annotated[
+        str, typer.Option("--serve-flags", metavar="FLAGS", help="Flags that every configuration adds to 'paceline serve'.")
+    ] = "",
+    concurrency: Annotated[
+        str, typer.Option("--concurrency", metavar="C,C,...", help="Numbers of streams to measure.")
+    ] = "1,2,3,4,5,6,7,8",
+    prompt_tokens: PromptTokens = 107,
+    output_tokens: Annotated[int, typer.Option("--output-tokens", metavar="N", help="Tokens of each answer.")] = 96,
+    temperature: Annotated[float, typer.Option("--temperature", metavar="T", help="0 is greedy.")] = 0.0,
+    check_equal: Annotated[
+        bool,
+        typer.Option("--check-equal", help="Fail unless all configurations without --spec-synth-len give the same texts."),
+    ] = False,
+    peer: Annotated[
+        Path | None,
+        typer.Option("--peer", metavar="FILE", help="Figures of another engine to show beside these, as JSON."),
+    ] = None,
+    out: Out = Path("benchmarks/serve.json"),
+) -> int:
+    """Throughput over HTTP, closed loop, by configuration and number of streams.
+
+    The exit status is 1 if a request failed or, with --check-equal, if texts differ.
+    """
+    try:
+        from paceline.bench.serve import Configuration, Plan, Workload, run
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"this benchmark needs {error.name}, which is not installed: pip install {error.name}") from None
+
+    return run(
+        Plan(
+            target=model or DEFAULTS.target,
+            drafter=draft,
+            configurations=tuple(map(Configuration.parse, config or ("plain=--no-speculation", "speculation="))),
+            workload=Workload(prompt_tokens, output_tokens, temperature, _integers("concurrency", concurrency)),
+            out=out,
+            flags=tuple(shlex.split(serve_flags)),
+            check_equal=check_equal,
+            peer=peer,
+        )
+    )
+
+
+def _integers(name: str, text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise ConfigError(f"{name} must be integers with commas between them, got {text!r}", param=name) from None
