@@ -18,7 +18,7 @@ from paceline.selfcheck.rows import linear_case
 
 CASES = all_cases()
 THREADS = (1, 2, 3, 4)
-NOT_ROWWISE = {"pack", "allocate_pages", "bytes_per_token", "dequantize_rows"}
+NOT_ROWWISE = {"pack", "merge", "decode_arithmetic", "allocate_pages", "bytes_per_token", "dequantize_rows"}
 """Functions of weights and sizes. ``dequantize_rows`` decodes through ``dequantize``; its own test compares bits."""
 
 

@@ -10,28 +10,35 @@ from contextvars import ContextVar
 from typing import Any, Literal, TypeVar, cast
 
 import torch
-from torch import Tensor
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-_forced: ContextVar[Literal["ref"] | None] = ContextVar("forced", default=None)
+Implementation = Literal["ref", "portable"]
+
+_forced: ContextVar[Implementation | None] = ContextVar("forced", default=None)
 
 
 def uses_kernels(device: torch.device) -> bool:
     """Whether ops on tensors of ``device`` run as kernels."""
-    return device.type == "cuda" and _forced.get() is None
+    return device.type == "cuda" and _forced.get() != "ref"
+
+
+def uses_special_kernels() -> bool:
+    """Whether kernels written for one generation of GPUs may be used in place of the portable ones."""
+    return _forced.get() is None
 
 
 def by_device(reference: Function, kernel_module: str) -> Function:
-    """The op ``reference``, or the function of the same name in ``kernel_module`` when its first tensor is on a GPU.
+    """The op ``reference``, or the function of the same name in ``kernel_module`` when its first argument that is on a
+    device is on a GPU.
 
     The module is imported on first use, because Triton is installed only where there is a GPU.
     """
 
     @functools.wraps(reference)
     def op(*arguments: Any, **keywords: Any) -> Any:
-        first = next(a for a in arguments if isinstance(a, Tensor))
-        if uses_kernels(first.device):
+        device = next(a.device for a in arguments if isinstance(getattr(a, "device", None), torch.device))
+        if uses_kernels(device):
             kernel = getattr(importlib.import_module(kernel_module), reference.__name__)
             return kernel(*arguments, **keywords)
         return reference(*arguments, **keywords)
@@ -40,8 +47,8 @@ def by_device(reference: Function, kernel_module: str) -> Function:
 
 
 @contextmanager
-def force(implementation: Literal["ref"]) -> Iterator[None]:
-    """Run the references on every device, to compare with."""
+def force(implementation: Implementation) -> Iterator[None]:
+    """Run the references on every device, or only kernels that run on every GPU, to compare with."""
     token = _forced.set(implementation)
     try:
         yield

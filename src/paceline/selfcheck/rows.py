@@ -12,7 +12,7 @@ from paceline.config import CACHE_TYPES, PAGE_SIZE, CacheType
 from paceline.ops import activation, norm
 from paceline.ops.conv import dynamic_conv
 from paceline.ops.kv import allocate_pages, read_pages, write_rows
-from paceline.ops.linear import PackedWeight, linear, pack
+from paceline.ops.linear import PackedWeight, linear, linears, merge, pack
 from paceline.ops.quant import BLOCKS, QuantTensor
 from paceline.ops.rope import RopeTable, apply_rope
 from paceline.ops.sample import draw, gumbel, gumbel_of_vocabulary, last_kept
@@ -44,6 +44,7 @@ def row_cases() -> list[Case]:
         for qtype, dtype in (("Q8_0", torch.float32), ("IQ4_XS", torch.bfloat16))
         for kind in _KINDS
     ]
+    cases += [_merged_linears(rng, kind) for kind in _KINDS]
     cases += _elementwise(rng)
     cases += _norms(rng)
     cases += [_rope(rng, rotary) for rotary in (16, 64)]
@@ -89,6 +90,11 @@ def _quantised_linear(rng: Rng, qtype: str, dtype: torch.dtype, kind: RowKind) -
     x = randn(rng, ROWS, columns).to(dtype)
     name = f"linear {kind} {qtype} as {_name(dtype)}"
     return _case(name, ("linear", "dequantize"), lambda x: linear(x, weight, kind), x)
+
+
+def _merged_linears(rng: Rng, kind: RowKind) -> Case:
+    weights = merge([pack(randn(rng, n, 512)) for n in (6, 37)])
+    return _case(f"linears {kind}", ("linears",), lambda x: torch.cat(linears(x, weights, kind), 1), randn(rng, ROWS, 512))
 
 
 def _elementwise(rng: Rng) -> list[Case]:

@@ -1,17 +1,50 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from paceline.ops.dispatch import by_device, uses_kernels
 from paceline.ops.linear import ref
+from paceline.ops.linear.merged import Merged, merge
 from paceline.ops.linear.ref import TILE_ROWS, PackedWeight
+from paceline.ops.linear.rows import Rows
 from paceline.ops.linear.tiles import TiledWeight, tile
 from paceline.ops.quant import QuantTensor
+from paceline.types import RowKind
 
-__all__ = ["TILE_ROWS", "PackedWeight", "TiledWeight", "linear", "pack"]
+__all__ = [
+    "TILE_ROWS",
+    "Merged",
+    "PackedWeight",
+    "Rows",
+    "TiledWeight",
+    "decode_arithmetic",
+    "linear",
+    "linears",
+    "merge",
+    "pack",
+]
 
-linear = by_device(ref.linear, "paceline.ops.linear.kernel")
+_KERNEL = "paceline.ops.linear.kernel"
+
+linear = by_device(ref.linear, _KERNEL)
+_products = by_device(ref.products, _KERNEL)
+
+
+def linears(x: Tensor | Rows, weights: Sequence[PackedWeight | TiledWeight] | Merged, kind: RowKind) -> list[Tensor]:
+    """``linear`` of x [M, K] with each of several weights [N_i, K]: float32 [M, N_i], of merged weights column slices of one
+    tensor."""
+    if not isinstance(weights, Merged):
+        return _products(x, weights, kind)
+    products = _products(x, weights.weights, kind)
+    return [products[index][:, columns] for index, columns in weights.parts]
+
+
+def decode_arithmetic(device: torch.device) -> str:
+    """Which decode product runs on ``device``, with its version: products of different names give different bits."""
+    return "portable-2" if uses_kernels(device) else "reference-1"
 
 
 def pack(

@@ -7,9 +7,9 @@ float32 weights are multiplied in float32.)
 
 *Decode* reads the weight once for up to 64 rows. The (tile, block) pairs of a weight lie in one line, which is cut into
 ``PROGRAMS`` equal parts; a program walks through its part and leaves one partial sum per tile that it touches, and a second
-kernel adds the partial sums of a tile in order. The cut depends on the weight alone. A program carries 16, 32 or 64 rows,
-whichever is enough: an element of the result comes out of the same chain of multiply-accumulate instructions over K in all
-three, only the number of columns that an instruction carries differs.
+kernel adds the partial sums of a tile in order. The cut depends on the weight alone. What a program has decoded it
+multiplies by one group of 16 rows after the other: one product of one shape for every row, wherever the row is. (Hopper
+GPUs have a faster decode product in ``hopper.py``.)
 
 *Prefill* decodes the weight into a scratch matrix and multiplies panels of 256 rows, padded, by the vendor's library, which
 treats all rows of a product of one shape alike.
@@ -17,24 +17,28 @@ treats all rows of a product of one shape alike.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from paceline.ops.linear.rows import COLUMN_STEP, ROW_STEP, Rows, padded
 from paceline.ops.linear.tiles import TILE_ROWS, TiledWeight, tile
 from paceline.ops.quant import QuantTensor, fields
 from paceline.types import RowKind
 
 PROGRAMS = 264
 """Parts that a decode product is cut into: two for each multiprocessor of an H200. Part of the arithmetic."""
-PANEL = 256
+PANEL = ROW_STEP
 """Rows of a prefill product."""
-_DECODE_ROWS = (16, 32, 64)
-_STAGES = {16: 3, 32: 3, 64: 2}
+_GROUPS = (1, 2, 4)
+"""Groups of 16 rows that a program may carry."""
 _WARPS = TILE_ROWS // 16
 
 _TILE = tl.constexpr(TILE_ROWS)
+_GROUP = tl.constexpr(16)
 
 
 def _codebook_asm() -> str:
@@ -131,9 +135,15 @@ def _scaled(pair, OFFSET: tl.constexpr, scale, shift, PTX: tl.constexpr):
 
 
 @triton.jit
+def _at(pointer, unit, UNIT: tl.constexpr):
+    """Where an array of a unit of ``UNIT`` bytes begins."""
+    return pointer + tl.full((), UNIT // (pointer.dtype.element_ty.primitive_bitwidth // 8), tl.int64) * unit
+
+
+@triton.jit
 def _by_row(x, INNER: tl.constexpr):
-    """[r, w, g, INNER], flat, to [row, INNER]."""
-    return tl.reshape(tl.permute(tl.reshape(x, (2, 8, 8, INNER)), (1, 0, 2, 3)), (_TILE, INNER))
+    """[w, g, INNER, r], flat, to [row, INNER]."""
+    return tl.reshape(tl.permute(tl.reshape(x, (8, 8, INNER, 2)), (0, 3, 1, 2)), (_TILE, INNER))
 
 
 @triton.jit
@@ -144,23 +154,23 @@ def _by_lane(x, INNER: tl.constexpr):
 
 
 @triton.jit
-def _words(pointer, unit):
+def _words(pointer, unit, UNIT: tl.constexpr):
     """The codes of a (tile, block), [row, 8, t]."""
-    return tl.reshape(_by_lane(tl.load(pointer + unit * 4096 + tl.arange(0, 4096)), 4), (_TILE, 8, 4))
+    return tl.reshape(_by_lane(tl.load(_at(pointer, unit, UNIT) + tl.arange(0, 4096)), 4), (_TILE, 8, 4))
 
 
 @triton.jit
-def _fifth_bits(pointer, unit):
+def _fifth_bits(pointer, unit, UNIT: tl.constexpr):
     """Q5_K: [row, 8, t], a word's extra bits at their places."""
-    x = _by_lane(tl.load(pointer + unit * 1024 + tl.arange(0, 1024)), 1)
+    x = _by_lane(tl.load(_at(pointer, unit, UNIT) + tl.arange(0, 1024)), 1)
     x = tl.join(tl.join(x, x >> 8), tl.join(x >> 4, x >> 12))  # row, h, 1, t, s / 2, s % 2
     return tl.reshape(tl.permute(x, (0, 1, 2, 4, 5, 3)), (_TILE, 8, 4))
 
 
 @triton.jit
-def _high_bits(pointer, unit):
+def _high_bits(pointer, unit, UNIT: tl.constexpr):
     """Q6_K: [row, 8, t], a word's extra bits at their places."""
-    x = _by_lane(tl.load(pointer + unit * 2048 + tl.arange(0, 2048)), 2)
+    x = _by_lane(tl.load(_at(pointer, unit, UNIT) + tl.arange(0, 2048)), 2)
     x = tl.join(x, x >> 8)  # row, h, s / 2, t, s % 2
     return tl.reshape(tl.permute(x, (0, 1, 2, 4, 3)), (_TILE, 8, 4))
 
@@ -185,15 +195,15 @@ def _pair_of_6(word, high, INDEX: tl.constexpr):
 
 
 @triton.jit
-def _per_32(pointer, unit):
+def _per_32(pointer, unit, UNIT: tl.constexpr):
     """[row, 8, 1]"""
-    return _by_row(tl.load(pointer + unit * 1024 + tl.arange(0, 1024)), 8)[:, :, None]
+    return _by_row(tl.load(_at(pointer, unit, UNIT) + tl.arange(0, 1024)), 8)[:, :, None]
 
 
 @triton.jit
-def _per_block(pointer, unit):
+def _per_block(pointer, unit, UNIT: tl.constexpr):
     """[row, 1]"""
-    return _by_row(tl.load(pointer + unit * _TILE + tl.arange(0, _TILE)), 1)
+    return _by_row(tl.load(_at(pointer, unit, UNIT) + tl.arange(0, _TILE)), 1)
 
 
 @triton.jit
@@ -204,10 +214,10 @@ def _in_order(v00, v01, v10, v11):
 
 
 @triton.jit
-def _iq4_xs(codes, scales, unit, PTX: tl.constexpr):
+def _iq4_xs(codes, scales, unit, UNIT: tl.constexpr, PTX: tl.constexpr):
     """Without the factor d."""
-    scale = _small(_per_32(scales, unit)) - 32.0
-    p0, p1, p2, p3 = _codebook(_words(codes, unit), PTX)
+    scale = _small(_per_32(scales, unit, UNIT)) - 32.0
+    p0, p1, p2, p3 = _codebook(_words(codes, unit, UNIT), PTX)
     return _in_order(
         _multiplied(p0, 1152, scale, PTX),
         _multiplied(p1, 1152, scale, PTX),
@@ -217,11 +227,11 @@ def _iq4_xs(codes, scales, unit, PTX: tl.constexpr):
 
 
 @triton.jit
-def _q6_k(codes, high, scales, unit, PTX: tl.constexpr):
+def _q6_k(codes, high, scales, unit, UNIT: tl.constexpr, PTX: tl.constexpr):
     """Without the factor d."""
-    pair = _per_32(scales, unit)
+    pair = _per_32(scales, unit, UNIT)
     scale_0, scale_1 = _small(pair & 255) - 128.0, _small((pair >> 8) & 255) - 128.0
-    word, more = _words(codes, unit), _high_bits(high, unit)
+    word, more = _words(codes, unit, UNIT), _high_bits(high, unit, UNIT)
     return _in_order(
         _multiplied(_pair_of_6(word, more, 0), 96, scale_0, PTX),
         _multiplied(_pair_of_6(word, more, 1), 96, scale_0, PTX),
@@ -231,10 +241,10 @@ def _q6_k(codes, high, scales, unit, PTX: tl.constexpr):
 
 
 @triton.jit
-def _q8_0(codes, high, scales, unit, PTX: tl.constexpr):
-    scale = _per_32(scales, unit)
+def _q8_0(codes, high, scales, unit, UNIT: tl.constexpr, PTX: tl.constexpr):
+    scale = _per_32(scales, unit, UNIT)
     none = tl.zeros((1, 1, 1), tl.float16)
-    first, second = _words(codes, unit), _words(high, unit)
+    first, second = _words(codes, unit, UNIT), _words(high, unit, UNIT)
     return _in_order(
         _scaled((first & 0x00FF00FF) | 0x64006400, 1152, scale, none, PTX),
         _scaled(((first >> 8) & 0x00FF00FF) | 0x64006400, 1152, scale, none, PTX),
@@ -244,15 +254,15 @@ def _q8_0(codes, high, scales, unit, PTX: tl.constexpr):
 
 
 @triton.jit
-def _scale_and_shift(scales, d, unit):
-    block, pair = _per_block(d, unit)[:, :, None], _per_32(scales, unit)
+def _scale_and_shift(scales, d, unit, UNIT: tl.constexpr):
+    block, pair = _per_block(d, unit, UNIT)[:, :, None], _per_32(scales, unit, UNIT)
     return _half(block) * _small(pair & 255), -(_half(block >> 16) * _small((pair >> 8) & 255))
 
 
 @triton.jit
-def _q4_k(codes, scales, d, unit, PTX: tl.constexpr):
-    scale, shift = _scale_and_shift(scales, d, unit)
-    word = _words(codes, unit)
+def _q4_k(codes, scales, d, unit, UNIT: tl.constexpr, PTX: tl.constexpr):
+    scale, shift = _scale_and_shift(scales, d, unit, UNIT)
+    word = _words(codes, unit, UNIT)
     return _in_order(
         _scaled(_pair(word, 0), 1024, scale, shift, PTX),
         _scaled(_pair(word, 1), 1024, scale, shift, PTX),
@@ -262,9 +272,9 @@ def _q4_k(codes, scales, d, unit, PTX: tl.constexpr):
 
 
 @triton.jit
-def _q5_k(codes, high, scales, d, unit, PTX: tl.constexpr):
-    scale, shift = _scale_and_shift(scales, d, unit)
-    word, more = _words(codes, unit), _fifth_bits(high, unit)
+def _q5_k(codes, high, scales, d, unit, UNIT: tl.constexpr, PTX: tl.constexpr):
+    scale, shift = _scale_and_shift(scales, d, unit, UNIT)
+    word, more = _words(codes, unit, UNIT), _fifth_bits(high, unit, UNIT)
     return _in_order(
         _scaled(_pair_of_5(word, more, 0), 1024, scale, shift, PTX),
         _scaled(_pair_of_5(word, more, 1), 1024, scale, shift, PTX),
@@ -281,19 +291,21 @@ def _dense(codes, unit, blocks, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def _weights(codes, high, scales, d, unit, blocks, COLUMNS: tl.constexpr, FORM: tl.constexpr, PTX: tl.constexpr):
+def _weights(
+    codes, high, scales, d, unit, blocks, UNIT: tl.constexpr, COLUMNS: tl.constexpr, FORM: tl.constexpr, PTX: tl.constexpr
+):
     """The (tile, block) ``unit`` of a weight, [row, column], float16 (float32 in the form F32). In the forms with one d per
     block (``_has_factor``) without it: the integers that are left lose nothing, or their twelfth bit."""
     if FORM == "IQ4_XS":
-        w = _iq4_xs(codes, scales, unit, PTX)
+        w = _iq4_xs(codes, scales, unit, UNIT, PTX)
     elif FORM == "Q8_0":
-        w = _q8_0(codes, high, scales, unit, PTX)
+        w = _q8_0(codes, high, scales, unit, UNIT, PTX)
     elif FORM == "Q6_K":
-        w = _q6_k(codes, high, scales, unit, PTX)
+        w = _q6_k(codes, high, scales, unit, UNIT, PTX)
     elif FORM == "Q5_K":
-        w = _q5_k(codes, high, scales, d, unit, PTX)
+        w = _q5_k(codes, high, scales, d, unit, UNIT, PTX)
     elif FORM == "Q4_K":
-        w = _q4_k(codes, scales, d, unit, PTX)
+        w = _q4_k(codes, scales, d, unit, UNIT, PTX)
     else:
         w = _dense(codes, unit, blocks, COLUMNS)
     return w
@@ -304,9 +316,27 @@ def _has_factor(form: str) -> bool:
     return form in ("IQ4_XS", "Q6_K")
 
 
+@triton.jit
+def _add_product(total, weights, factor, x, row_stride, at, GROUP: tl.constexpr, COLUMNS: tl.constexpr, FORM: tl.constexpr):
+    """The weights of a block times the rows of a group, added to ``total`` [128, 16]."""
+    token = GROUP * _GROUP + tl.arange(0, _GROUP)
+    part = tl.load(x + token[None, :] * row_stride + (at + tl.arange(0, COLUMNS))[:, None])
+    if _has_factor(FORM):
+        return total + tl.dot(weights, part) * factor
+    else:
+        return tl.dot(weights, part, total, input_precision="ieee")
+
+
+@triton.jit
+def _store_group(out, total, GROUP: tl.constexpr):
+    token = GROUP * _GROUP + tl.arange(0, _GROUP)
+    tl.store(out + token[None, :] * _TILE + tl.arange(0, _TILE)[:, None], total)
+
+
 @triton.jit(do_not_specialize=["units", "blocks"])
 def _partial_sums(
     x,
+    row_stride,
     codes,
     high,
     scales,
@@ -314,35 +344,46 @@ def _partial_sums(
     out,
     units,
     blocks,
+    UNIT: tl.constexpr,
     COLUMNS: tl.constexpr,
-    ROWS: tl.constexpr,
+    GROUPS: tl.constexpr,
     FORM: tl.constexpr,
     PTX: tl.constexpr,
 ):
-    """One part of the line of units for ``ROWS`` rows of x -> ``out`` [group of rows, program + tile, ROWS, 128]."""
-    program, programs, group = tl.program_id(0), tl.num_programs(0), tl.program_id(1)
+    """One part of the line of units for sets of groups of 16 rows of x -> ``out`` [set, program + tile, rows, 128]."""
+    program, programs, groups = tl.program_id(0), tl.num_programs(0), tl.program_id(1)
+    rows: tl.constexpr = GROUPS * _GROUP
     first = (program.to(tl.int64) * units // programs).to(tl.int32)
     last = ((program + 1).to(tl.int64) * units // programs).to(tl.int32) - 1
-    token, n, k = tl.arange(0, ROWS), tl.arange(0, _TILE), tl.arange(0, COLUMNS)
-    x += group * (ROWS * blocks * COLUMNS)
-    out += group.to(tl.int64) * (programs + units // blocks) * (ROWS * _TILE)
+    x += groups.to(tl.int64) * rows * row_stride
+    out += groups.to(tl.int64) * (programs + units // blocks) * (rows * _TILE)
     for n_tile in range(first // blocks, last // blocks + 1):
         begin = tl.maximum(first, n_tile * blocks)
         end = tl.minimum(last, n_tile * blocks + blocks - 1)
-        total = tl.zeros((_TILE, ROWS), tl.float32)
+        total_0 = tl.zeros((_TILE, _GROUP), tl.float32)
+        total_1, total_2, total_3 = total_0, total_0, total_0
+        factor = 1.0
         if _has_factor(FORM):
-            following = _per_block(d, begin)
+            following = _per_block(d, begin, UNIT).to(tl.float32)
         for unit in range(begin, end + 1):
             at = (unit - n_tile * blocks) * COLUMNS
-            part = tl.load(x + token[None, :] * (blocks * COLUMNS) + (at + k)[:, None])
-            weights = _weights(codes, high, scales, d, unit, blocks, COLUMNS, FORM, PTX)
+            weights = _weights(codes, high, scales, d, unit, blocks, UNIT, COLUMNS, FORM, PTX)
             if _has_factor(FORM):
                 factor = following
-                following = _per_block(d, tl.minimum(unit + 1, end))
-                total += tl.dot(weights, part) * factor
-            else:
-                total = tl.dot(weights, part, total, input_precision="ieee")
-        tl.store(out + (program + n_tile) * (ROWS * _TILE) + token[None, :] * _TILE + n[:, None], total)
+                following = _per_block(d, tl.minimum(unit + 1, end), UNIT).to(tl.float32)
+            total_0 = _add_product(total_0, weights, factor, x, row_stride, at, 0, COLUMNS, FORM)
+            if GROUPS > 1:
+                total_1 = _add_product(total_1, weights, factor, x, row_stride, at, 1, COLUMNS, FORM)
+            if GROUPS > 2:
+                total_2 = _add_product(total_2, weights, factor, x, row_stride, at, 2, COLUMNS, FORM)
+                total_3 = _add_product(total_3, weights, factor, x, row_stride, at, 3, COLUMNS, FORM)
+        place = out + (program + n_tile) * (rows * _TILE)
+        _store_group(place, total_0, 0)
+        if GROUPS > 1:
+            _store_group(place, total_1, 1)
+        if GROUPS > 2:
+            _store_group(place, total_2, 2)
+            _store_group(place, total_3, 3)
 
 
 @triton.jit(do_not_specialize=["rows", "units", "programs", "blocks"])
@@ -377,13 +418,12 @@ def _add_partial_sums(
     tl.store(out + token.to(tl.int64)[:, None] * outputs + column[None, :], total * factor[:, None], mask=inside)
 
 
-@triton.jit(do_not_specialize=["rows"])
-def _prepare_rows(x, out, factors, rows, columns, row_stride, column_stride, WIDTH, BLOCK: tl.constexpr):
+@triton.jit
+def _prepare_rows(x, out, factors, columns, row_stride, column_stride, WIDTH, BLOCK: tl.constexpr):
     """Row of x to float16, padded with zeros to ``WIDTH``, and the factor that undoes its scaling."""
     row, k = tl.program_id(0), tl.arange(0, BLOCK)
-    inside = (k < columns) & (row < rows)
     at = row.to(tl.int64) * row_stride + k.to(tl.int64) * column_stride
-    values = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    values = tl.load(x + at, mask=k < columns, other=0.0).to(tl.float32)
     largest = tl.max(tl.abs(values), axis=0)
     exponent = tl.maximum((largest.to(tl.int32, bitcast=True) >> 23) - 127, -112)
     # Between 2^-4 and 2^15 the row is float16 as it is; otherwise its largest magnitude becomes 2^14 to 2^15.
@@ -394,12 +434,12 @@ def _prepare_rows(x, out, factors, rows, columns, row_stride, column_stride, WID
 
 
 @triton.jit(do_not_specialize=["blocks"])
-def _expand(codes, high, scales, d, out, blocks, FORM: tl.constexpr, PTX: tl.constexpr):
+def _expand(codes, high, scales, d, out, blocks, UNIT: tl.constexpr, FORM: tl.constexpr, PTX: tl.constexpr):
     """One unit of a quantised weight into the dense float16 matrix ``out`` [tiles * 128, blocks * 256]."""
     unit = tl.program_id(0)
-    weights = _weights(codes, high, scales, d, unit, blocks, 256, FORM, PTX)
+    weights = _weights(codes, high, scales, d, unit, blocks, UNIT, 256, FORM, PTX)
     if _has_factor(FORM):
-        weights = (weights * _per_block(d, unit)).to(tl.float16)
+        weights = (weights * _per_block(d, unit, UNIT)).to(tl.float16)
     row = (tl.arange(0, _TILE) + unit // blocks * _TILE).to(tl.int64)
     column = tl.arange(0, 256) + unit % blocks * 256
     tl.store(out + row[:, None] * (blocks * 256) + column[None, :], weights)
@@ -416,94 +456,106 @@ def _undo_scaling(out, factors, outputs, scale, BLOCK: tl.constexpr):
         tl.store(at, tl.load(at, mask=column < outputs) * factor, mask=column < outputs)
 
 
-def linear(x: Tensor, weight: TiledWeight | QuantTensor, kind: RowKind) -> Tensor:
+def linear(x: Tensor | Rows, weight: TiledWeight | QuantTensor, kind: RowKind) -> Tensor:
     """See ``ref.linear``; x and the weight are rounded to float16 unless the weight is dense float32."""
     if isinstance(weight, QuantTensor):
-        weight = tile(weight, x.dtype, x.device)
-    if not x.shape[0]:
+        weight = tile(weight, torch.float16 if isinstance(x, Rows) else x.dtype, x.device)
+    return products(x, [weight], kind)[0]
+
+
+def products(x: Tensor | Rows, weights: Sequence[TiledWeight], kind: RowKind) -> list[Tensor]:
+    """``linear`` with each of the weights; x is prepared once."""
+    prepared: dict[torch.dtype, Rows] = {}
+    return [_product(x, weight, kind, prepared) for weight in weights]
+
+
+def prepare(x: Tensor, dtype: torch.dtype) -> Rows:
+    """x [M, K] in ``dtype``, float16 or, for float32 weights, float32."""
+    rows, columns = x.shape
+    width = padded(columns, COLUMN_STEP)
+    values = torch.empty(padded(rows, ROW_STEP), width, dtype=dtype, device=x.device)
+    factors = torch.empty(values.shape[0], device=x.device)
+    block = triton.next_power_of_2(width)
+    warps = min(32, max(1, block // 1024))
+    _prepare_rows[(rows,)](x, values, factors, columns, *x.stride(), width, BLOCK=block, num_warps=warps)
+    return Rows(values, factors, rows, columns)
+
+
+def _product(x: Tensor | Rows, weight: TiledWeight, kind: RowKind, prepared: dict[torch.dtype, Rows]) -> Tensor:
+    rows, columns = (x.rows, x.columns) if isinstance(x, Rows) else x.shape
+    if columns != weight.shape[1]:
+        raise ValueError(f"x has {columns} columns, the weight {weight.shape[1]}")
+    if not rows:
         return torch.empty(0, weight.shape[0], device=x.device)
+    dtype = torch.float32 if weight.form == "F32" else torch.float16
+    if isinstance(x, Tensor):
+        if dtype not in prepared:
+            prepared[dtype] = prepare(x, dtype)
+        x = prepared[dtype]
+    elif x.values.dtype != dtype:
+        raise TypeError(f"a weight in form {weight.form} needs rows in {dtype}, not {x.values.dtype}")
     return _decode(x, weight) if kind == "decode" else _prefill(x, weight)
 
 
-def _decode(x: Tensor, weight: TiledWeight) -> Tensor:
-    rows, outputs = x.shape[0], weight.shape[0]
-    width = next((width for width in _DECODE_ROWS if rows <= width), _DECODE_ROWS[-1])
-    groups = -(-rows // width)
-    source, factors = _prepared(x, weight, groups * width)
+def _decode(x: Rows, weight: TiledWeight) -> Tensor:
+    outputs = weight.shape[0]
+    groups = next((groups for groups in _GROUPS if x.rows <= groups * 16), _GROUPS[-1])
+    sets = -(-x.rows // (groups * 16))
     units = weight.tiles * weight.blocks
     programs = min(PROGRAMS, units)
-    partial = torch.empty(groups, programs + weight.tiles, width, TILE_ROWS, device=x.device)
-    _partial_sums[(programs, groups)](
-        source,
-        weight.codes,
-        weight.high,
-        weight.scales,
-        weight.d,
+    partial = torch.empty(sets, programs + weight.tiles, groups * 16, TILE_ROWS, device=x.device)
+    _partial_sums[(programs, sets)](
+        x.values,
+        x.values.stride(0),
+        *_pointers(weight),
         partial,
         units,
         weight.blocks,
+        UNIT=weight.unit_bytes,
         COLUMNS=weight.block_columns,
-        ROWS=width,
+        GROUPS=groups,
         FORM=weight.form,
-        PTX=_has_ptx(x),
-        num_stages=_STAGES[width],
-        **_options(x),
+        PTX=_has_ptx(partial),
+        num_stages=3 if groups < 4 else 2,
+        **_options(partial),
     )
-    out = torch.empty(rows, outputs, device=x.device)
+    out = torch.empty(x.rows, outputs, device=x.device)
     step = 8
-    _add_partial_sums[(weight.tiles, -(-rows // step))](
-        partial, factors, out, rows, outputs, units, programs, weight.scale, weight.blocks, ROWS=width, STEP=step
+    _add_partial_sums[(weight.tiles, -(-x.rows // step))](
+        partial, x.factors, out, x.rows, outputs, units, programs, weight.scale, weight.blocks, ROWS=groups * 16, STEP=step
     )
     return out
 
 
-def _prefill(x: Tensor, weight: TiledWeight) -> Tensor:
-    rows, outputs = x.shape[0], weight.shape[0]
-    source, factors = _prepared(x, weight, -(-rows // PANEL) * PANEL)
+def _prefill(x: Rows, weight: TiledWeight) -> Tensor:
+    outputs = weight.shape[0]
     dense = _dense_form(weight)[:outputs]
-    out = torch.empty(source.shape[0], outputs, device=x.device)
+    out = torch.empty(padded(x.rows, PANEL), outputs, device=x.device)
+    source = x.values[: out.shape[0], : weight.columns]
     for target, panel in zip(out.split(PANEL), source.split(PANEL), strict=True):
         if weight.form == "F32":
             torch.mm(panel, dense.T, out=target)
         else:
             torch.mm(panel, dense.T, out_dtype=torch.float32, out=target)
     block = 4096
-    _undo_scaling[(rows, -(-outputs // block))](out, factors, outputs, weight.scale, BLOCK=block)
-    return out[:rows]
+    _undo_scaling[(x.rows, -(-outputs // block))](out, x.factors, outputs, weight.scale, BLOCK=block)
+    return out[: x.rows]
 
 
-def _prepared(x: Tensor, weight: TiledWeight, padded_rows: int) -> tuple[Tensor, Tensor]:
-    """x in the type and width of the product, with rows of zeros at the end, and the factor of each row."""
-    columns = weight.columns
-    dtype = torch.float32 if weight.form == "F32" else torch.float16
-    source = torch.empty(padded_rows, columns, dtype=dtype, device=x.device)
-    factors = torch.empty(padded_rows, device=x.device)
-    block = triton.next_power_of_2(columns)
-    _prepare_rows[(padded_rows,)](
-        x,
-        source,
-        factors,
-        x.shape[0],
-        weight.shape[1],
-        *x.stride(),
-        columns,
-        BLOCK=block,
-        num_warps=min(32, max(1, block // 1024)),
-    )
-    return source, factors
+def _pointers(weight: TiledWeight) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """codes, high, scales and d for a kernel; a dense matrix is all codes."""
+    return weight.arrays if weight.unit_bytes else (weight.data,) * 4
 
 
 def _dense_form(weight: TiledWeight) -> Tensor:
-    if weight.form in ("F16", "F32"):
-        return weight.codes
-    out = torch.empty(weight.tiles * TILE_ROWS, weight.columns, dtype=torch.float16, device=weight.codes.device)
+    if not weight.unit_bytes:
+        return weight.data
+    out = torch.empty(weight.tiles * TILE_ROWS, weight.columns, dtype=torch.float16, device=weight.data.device)
     _expand[(weight.tiles * weight.blocks,)](
-        weight.codes,
-        weight.high,
-        weight.scales,
-        weight.d,
+        *_pointers(weight),
         out,
         weight.blocks,
+        UNIT=weight.unit_bytes,
         FORM=weight.form,
         PTX=_has_ptx(out),
         num_warps=_WARPS,

@@ -7,12 +7,14 @@ product at these sizes); where oneDNN is missing the tiles go through ``torch.nn
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from paceline.ops.linear.rows import Rows
 from paceline.ops.linear.tiles import TiledWeight
 from paceline.ops.quant import QuantTensor, dequantize
 from paceline.types import RowKind
@@ -51,23 +53,28 @@ def _blocked_layout_available(dtype: torch.dtype) -> bool:
     return dtype == torch.float32
 
 
-def linear(x: Tensor, weight: PackedWeight | TiledWeight | QuantTensor, kind: RowKind) -> Tensor:
-    """x [M, K] (any float type, any strides) times weight [N, K] transposed -> float32 [M, N].
+def linear(x: Tensor | Rows, weight: PackedWeight | TiledWeight | QuantTensor, kind: RowKind) -> Tensor:
+    """x [M, K] (any float type, any strides; on a GPU also ``Rows``) times weight [N, K] transposed -> float32 [M, N].
 
     x is rounded to the weight's type, products accumulate in float32, and their sums are rounded to the weight's type once
     more where the library returns that type (bfloat16, float16). A ``QuantTensor`` is dequantised to bfloat16 or
     float32, whichever x has, on each call: the same values as dequantising at load.
     """
+    if isinstance(x, Rows) or isinstance(weight, TiledWeight):
+        raise TypeError("rows and weights made for the kernels cannot be used with the reference")
     if isinstance(weight, QuantTensor):
         weight = pack(weight, x.dtype, x.device)
-    if isinstance(weight, TiledWeight):
-        raise TypeError("the weight was packed for the kernel, it cannot be used with the reference")
     rows, tile = x.shape[0], TILE_ROWS[kind]
     source = F.pad(x.to(weight.dtype), (0, 0, 0, -rows % tile)).contiguous()
     out = torch.empty(source.shape[0], weight.shape[0], device=x.device)
     for target, part in zip(out.split(tile), source.split(tile), strict=True):
         target.copy_(_product(part, weight))
     return out[:rows]
+
+
+def products(x: Tensor | Rows, weights: Sequence[PackedWeight | TiledWeight], kind: RowKind) -> list[Tensor]:
+    """``linear`` with each of the weights."""
+    return [linear(x, weight, kind) for weight in weights]
 
 
 def _product(tile: Tensor, weight: PackedWeight) -> Tensor:
