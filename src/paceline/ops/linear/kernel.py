@@ -419,17 +419,23 @@ def _add_partial_sums(
 
 
 @triton.jit
+def scale_of_row(largest):
+    """(what to multiply a row by whose largest magnitude this is, what undoes it), powers of two."""
+    exponent = tl.maximum((largest.to(tl.int32, bitcast=True) >> 23) - 127, -112)
+    # Between 2^-4 and 2^15 the row is float16 as it is; otherwise its largest magnitude becomes 2^14 to 2^15.
+    shift = tl.where(((exponent >= -4) & (exponent < 15)) | (largest == 0.0), 0, 14 - exponent)
+    return ((127 + shift) << 23).to(tl.float32, bitcast=True), ((127 - shift) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _prepare_rows(x, out, factors, columns, row_stride, column_stride, WIDTH, BLOCK: tl.constexpr):
     """Row of x to float16, padded with zeros to ``WIDTH``, and the factor that undoes its scaling."""
     row, k = tl.program_id(0), tl.arange(0, BLOCK)
     at = row.to(tl.int64) * row_stride + k.to(tl.int64) * column_stride
     values = tl.load(x + at, mask=k < columns, other=0.0).to(tl.float32)
-    largest = tl.max(tl.abs(values), axis=0)
-    exponent = tl.maximum((largest.to(tl.int32, bitcast=True) >> 23) - 127, -112)
-    # Between 2^-4 and 2^15 the row is float16 as it is; otherwise its largest magnitude becomes 2^14 to 2^15.
-    shift = tl.where(((exponent >= -4) & (exponent < 15)) | (largest == 0.0), 0, 14 - exponent)
-    values *= ((127 + shift) << 23).to(tl.float32, bitcast=True)
-    tl.store(factors + row, ((127 - shift) << 23).to(tl.float32, bitcast=True))
+    scale, undone = scale_of_row(tl.max(tl.abs(values), axis=0))
+    values *= scale
+    tl.store(factors + row, undone)
     tl.store(out + row.to(tl.int64) * WIDTH + k, values.to(out.dtype.element_ty), mask=k < WIDTH)
 
 
