@@ -3,6 +3,8 @@ tensor is used or listed as ignored, and every refusal names the file and both s
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +23,8 @@ from paceline.weights.gguf import GgufFile, is_later_part
 from paceline.weights.safetensors import HfDirectory, effective_target_tensor
 from paceline.weights.template import ChatTemplate
 from paceline.weights.tokenizer import Tokenizer
+
+log = logging.getLogger("paceline.weights")
 
 ModelFile = GgufFile | HfDirectory
 Config = TypeVar("Config", TargetConfig, DrafterConfig)
@@ -211,7 +215,9 @@ def fill(module: nn.Module, checkpoint: Checkpoint[Any], device: torch.device | 
     """Give every parameter of ``module`` (built on the meta device) its values, in the parameter's dtype, on ``device``.
 
     Values are decoded in float32 and rounded once; a weight whose module keeps the stored form is not decoded on a GPU.
-    ``LoadError`` names file, tensor and both shapes; nothing is decoded before all names and shapes fit.
+    Tensors go one by one from the mapped file to the device, and nothing refers to the file afterwards: beside the mapping,
+    which the system can drop at any time, host memory holds what is decoded for a CPU and nothing else. A long load is
+    logged. ``LoadError`` names file, tensor and both shapes; nothing is decoded before all names and shapes fit.
     """
     parameters = dict(module.named_parameters())
     for name, parameter in parameters.items():
@@ -229,6 +235,7 @@ def fill(module: nn.Module, checkpoint: Checkpoint[Any], device: torch.device | 
         raise LoadError(
             f"{checkpoint.path}: the model has no place for {len(unexpected)} tensors, first {source} {list(tensor.shape)}"
         )
+    progress = _Progress(checkpoint)
     for name, parameter in parameters.items():
         path, _, leaf = name.rpartition(".")
         owner, stored = module.get_submodule(path), checkpoint.tensors[name]
@@ -237,6 +244,29 @@ def fill(module: nn.Module, checkpoint: Checkpoint[Any], device: torch.device | 
         else:
             values = dequantize(stored.to(device), parameter.dtype)
             setattr(owner, leaf, nn.Parameter(values, requires_grad=False))
+        progress.add(stored.nbytes)
+
+
+_REPORT_SECONDS = 3.0
+
+
+class _Progress:
+    """A log line every few seconds."""
+
+    def __init__(self, checkpoint: Checkpoint[Any]) -> None:
+        self._name = checkpoint.path.name
+        self._total = sum(tensor.nbytes for tensor in checkpoint.tensors.values())
+        self._done = 0
+        self._started = self._reported = time.monotonic()
+
+    def add(self, nbytes: int) -> None:
+        self._done += nbytes
+        now = time.monotonic()
+        if now - self._reported < _REPORT_SECONDS:
+            return
+        self._reported = now
+        rate = self._done / (now - self._started)
+        log.info("%s: %.1f of %.1f GB loaded, %.2f GB/s", self._name, self._done / 1e9, self._total / 1e9, rate / 1e9)
 
 
 def check_pair(target: Checkpoint[TargetConfig], drafter: Checkpoint[DrafterConfig]) -> None:
