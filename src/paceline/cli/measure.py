@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from paceline.cli.options import DEFAULTS, Draft, ModelOption
+from paceline.cli.options import DEFAULTS, Device, Draft, ModelOption
 from paceline.errors import ConfigError
 
 Out = Annotated[Path, typer.Option("--out", metavar="FILE", help="Where the record is written, as JSON.")]
@@ -74,3 +74,22 @@ def _integers(name: str, text: str) -> tuple[int, ...]:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
         raise ConfigError(f"{name} must be integers with commas between them, got {text!r}", param=name) from None
+
+
+def ops(
+    shape: Annotated[
+        str, typer.Option("--shape", metavar="SHAPE", help="Whose sizes: 'qwen3.8-27b', or 'demo' for the built-in pair.")
+    ] = "qwen3.8-27b",
+    only: Annotated[
+        str, typer.Option("--only", metavar="NAME", help="Cases with this in their name, or the group of this name.")
+    ] = "",
+    device: Device = DEFAULTS.device,
+    out: Out = Path("benchmarks/ops.json"),
+) -> int:
+    """Every op beside the ceiling of the device, after it has been compared with its reference.
+
+    The exit status is 1 if an op failed or differs from its reference.
+    """
+    from paceline.bench.ops import run
+
+    return run(shape, device, only, out)
