@@ -8,8 +8,9 @@ from torch import Tensor
 
 from paceline.batch import pack
 from paceline.config import CACHE_TYPES, PAGE_SIZE, CacheType
-from paceline.ops.attention import attention
+from paceline.ops.attention import attention, attention_inputs
 from paceline.ops.kv import allocate_pages, read_pages, write_rows
+from paceline.ops.rope import RopeTable
 from paceline.types import RowKind
 
 CPU = torch.device("cpu")
@@ -45,21 +46,22 @@ def both(kind: RowKind, cache: CacheType, *, causal: bool, window: int | None) -
     bases, lengths = zip(*SPANS[kind], strict=True)
     counts = [-(-(base + rows) // PAGE_SIZE) for base, rows in SPANS[kind]]
     order = torch.randperm(sum(counts), generator=generator)
-    table = torch.zeros(len(counts), max(counts), dtype=torch.int64)
+    lanes = [5, 0, 3, 1]
+    table = torch.zeros(6, max(counts), dtype=torch.int64)
     k_pages, v_pages = (allocate_pages(cache, sum(counts), KV_HEADS, DIM, CPU) for _ in range(2))
     q = torch.randn(sum(lengths), HEADS, DIM, generator=generator)
     expected, taken, offset = [], 0, 0
     for span, (base, rows) in enumerate(SPANS[kind]):
         pages = order[taken : taken + counts[span]]
         taken += counts[span]
-        table[span, : len(pages)] = pages
+        table[lanes[span], : len(pages)] = pages
         slots = (pages[:, None] * PAGE_SIZE + torch.arange(PAGE_SIZE)).flatten()[: base + rows]
         for store in (k_pages, v_pages):
             write_rows(store, slots, torch.randn(base + rows, KV_HEADS, DIM, generator=generator))
         k, v = (read_pages(store, pages).flatten(0, 1)[: base + rows] for store in (k_pages, v_pages))
         expected.append(dense(q[offset : offset + rows], k, v, base, causal=causal, window=window))
         offset += rows
-    batch = pack(kind, lengths, bases, CPU)
+    batch = pack(kind, lengths, bases, CPU, lanes)
     got = attention(q, k_pages, v_pages, table, batch, scale=DIM**-0.5, causal=causal, window=window)
     return got, torch.cat(expected)
 
@@ -86,3 +88,26 @@ def test_one_visible_key_gives_its_value() -> None:
     q, table = torch.full((1, 2, 32), 1e4), torch.zeros(1, 1, dtype=torch.int64)
     got = attention(q, pages[0], pages[1], table, pack("decode", [1], [0], CPU), scale=1.0, causal=True)
     assert torch.equal(got, value.expand(1, 2, 32))
+
+
+@pytest.mark.parametrize("rotary", [16, 64])
+def test_inputs_are_normed_rotated_and_stored(rotary: int) -> None:
+    """By the definition in float64: each head over the root of its mean square, each pair turned in the complex plane."""
+    generator = torch.Generator().manual_seed(0)
+    both = torch.randn(7, HEADS, 2, DIM, generator=generator)
+    k, v = torch.randn(2, 7, KV_HEADS, DIM, generator=generator).unbind(0)
+    weights = 1.0 + 0.1 * torch.randn(2, DIM, generator=generator)
+    positions, slots = torch.tensor([0, 1, 17, 300, 301, 302, 90]), torch.tensor([5, 47, 16, 0, 31, 33, 8])
+    pages = [allocate_pages("f32", 3, KV_HEADS, DIM, CPU) for _ in range(2)]
+    angles = RopeTable(400, rotary, 1e4, None, CPU).at(positions)
+    q = attention_inputs(both[:, :, 0], k, v, weights[0], weights[1], 1e-3, angles, pages[0], pages[1], slots)
+    half = rotary // 2
+    frequency = 1e4 ** (-torch.arange(0, rotary, 2, dtype=torch.float64) / rotary)
+    turn = torch.polar(torch.ones(7, half, dtype=torch.float64), positions.double()[:, None] * frequency)[:, None]
+    stored = [read_pages(cache, slots // PAGE_SIZE)[torch.arange(7), slots % PAGE_SIZE] for cache in pages]
+    for got, x, weight in ((q, both[:, :, 0], weights[0]), (stored[0], k, weights[1])):
+        normed = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-3).sqrt() * weight
+        turned = torch.complex(normed[..., :half], normed[..., half:rotary]) * turn
+        expected = torch.cat((turned.real, turned.imag, normed[..., rotary:]), dim=-1)
+        torch.testing.assert_close(got.double(), expected, rtol=0, atol=1e-5)
+    assert torch.equal(stored[1], v)

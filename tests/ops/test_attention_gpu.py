@@ -1,4 +1,4 @@
-"""The attention kernel: against softmax in float64 over the stored keys, and the same bits however rows are batched."""
+"""The attention kernels: against softmax in float64 over the stored keys, and the same bits however rows are batched."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.batch import pack
-from paceline.config import PAGE_SIZE, CacheType
-from paceline.ops.attention import attention
+from paceline.batch import PackedBatch, facts, pack, unpack
+from paceline.config import CACHE_TYPES, PAGE_SIZE, CacheType
+from paceline.ops.attention import attention, attention_inputs
+from paceline.ops.dispatch import force
 from paceline.ops.kv import PagedTensor, allocate_pages, read_pages, write_rows
+from paceline.ops.norm import rms_norm
+from paceline.ops.rope import RopeTable, apply_rope
 from paceline.types import RowKind
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
@@ -61,25 +64,42 @@ def run(
     window: int | None = None,
     seed: int = 0,
     first_page: int = 0,
+    bound: int | None = None,
 ) -> list[Tensor]:
-    """Outputs of spans (lane, first row, rows). Nothing behind a span's last row is stored; pages are dealt at random."""
+    """Outputs of spans (lane, first row, rows). Nothing behind a span's last row is stored; pages are dealt at random, so
+    are places among the lanes. With ``bound`` the batch is as a graph of up to that many keys has it: padded, and with upper
+    bounds on the host."""
     counts = [-(-(base + rows) // PAGE_SIZE) for _, base, rows in spans]
     generator = torch.Generator("cuda").manual_seed(seed)
     total = sum(counts) + 3
     order = (torch.randperm(total, generator=generator, device="cuda") + first_page).split(counts + [3])
     k_pool, v_pool = (poisoned(shape, cache, first_page + total) for _ in range(2))
-    table = torch.full((len(spans), max(counts)), first_page + total - 1, device="cuda")
-    for span, (lane, base, rows) in enumerate(spans):
-        pages = order[span]
-        table[span, : len(pages)] = pages
+    lanes = torch.randperm(len(spans) + 2, generator=torch.Generator().manual_seed(seed)).tolist()
+    table = torch.full((len(lanes), max(counts)), first_page + total - 1, device="cuda")
+    table[lanes[-1]] = first_page
+    for index, (lane, base, rows) in enumerate(spans):
+        pages = order[index]
+        table[lanes[index], : len(pages)] = pages
         slots = (pages[:, None] * PAGE_SIZE + torch.arange(PAGE_SIZE, device="cuda")).flatten()[: base + rows]
         write_rows(k_pool, slots, lane.k[: base + rows])
         write_rows(v_pool, slots, lane.v[: base + rows])
     lengths, bases = [rows for *_, rows in spans], [base for _, base, _ in spans]
-    batch = pack(kind, lengths, bases, torch.device("cuda"))
-    q = torch.cat([lane.q[base : base + rows] for lane, base, rows in spans])
+    batch = pack(kind, lengths, bases, torch.device("cuda"), lanes[: len(spans)])
+    if bound is not None:
+        batch = padded(kind, lengths, bases, lanes, bound)
+    q = torch.zeros(batch.num_rows, shape.heads, shape.dim, device="cuda")
+    q[: sum(lengths)] = torch.cat([lane.q[base : base + rows] for lane, base, rows in spans])
     options = {"scale": shape.dim**-0.5, "causal": causal, "window": window}
-    return list(attention(q, k_pool, v_pool, table, batch, **options).split(lengths))
+    out = attention(q, k_pool, v_pool, table, batch, **options)
+    return list(out[: sum(lengths)].split(lengths))
+
+
+def padded(kind: RowKind, lengths: list[int], bases: list[int], lanes: list[int], bound: int) -> PackedBatch:
+    """Two empty spans of the last lane and three rows more than there are; on the host every span is as wide as the widest
+    and at ``bound``."""
+    rows, spans = sum(lengths) + 3, len(lengths) + 2
+    given = torch.from_numpy(facts(lengths, bases, lanes[: len(lengths)], rows, spans, lanes[-1])).cuda()
+    return unpack(kind, given, [max(lengths)] * spans, [bound] * spans, rows, spans)
 
 
 def dense(shape: Shape, cache: CacheType, lane: Lane, base: int, rows: int, causal: bool, window: int | None) -> Tensor:
@@ -229,6 +249,162 @@ def test_prompts_however_cut(shape: Shape, cache: CacheType, window: int | None)
             start = end
         rows_apart = (torch.cat(pieces) != whole).flatten(1).any(1).nonzero().flatten().tolist()
         assert not rows_apart, f"cut at {ends}: {len(rows_apart)} rows differ, the first {rows_apart[:3]}"
+
+
+@pytest.mark.parametrize(("shape", "cache", "window"), [*ALIKE, (DRAFTER, "f16", 512)])
+def test_upper_bounds_and_padding_do_not_show(shape: Shape, cache: CacheType, window: int | None) -> None:
+    causal = shape is not DRAFTER
+    lanes = [(Lane(shape, base + rows, seed), base, rows) for seed, (base, rows) in enumerate(SPANS["decode"])]
+    for spans in (lanes, lanes[:2]):
+        exact = run(shape, "decode", cache, spans, causal=causal, window=window)
+        for bound in (1023, 3000, 70_000):
+            got = run(shape, "decode", cache, spans, causal=causal, window=window, seed=bound, bound=bound)
+            differ = [span[1:] for span, a, b in zip(spans, exact, got, strict=True) if not torch.equal(a, b)]
+            assert not differ, f"bound {bound}: spans {differ} differ"
+
+
+def test_a_prompt_behind_padding() -> None:
+    lanes = [(Lane(SMALL, base + rows, seed), base, rows) for seed, (base, rows) in enumerate(SPANS["prefill"])]
+    exact = run(SMALL, "prefill", "q8_0", lanes)
+    assert all(map(torch.equal, run(SMALL, "prefill", "q8_0", lanes, seed=1, bound=2000), exact))
+
+
+@pytest.mark.parametrize("walkers", [1, 2, 3, 64])
+def test_who_walks_a_piece_does_not_show(walkers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    lanes = [(Lane(SMALL, base + rows, seed), base, rows) for seed, (base, rows) in enumerate(SPANS["decode"])]
+    for window in (None, 300):
+        expected = run(SMALL, "decode", "q8_0", lanes, window=window)
+        with monkeypatch.context() as patch:
+            patch.setattr("paceline.ops.attention.kernel._walkers", lambda pieces, tiles: min(pieces, walkers))
+            assert all(map(torch.equal, run(SMALL, "decode", "q8_0", lanes, window=window), expected))
+
+
+def test_one_graph_for_other_contents() -> None:
+    """Captured over a short context of one lane, replayed over long ones of three, with lanes and widths exchanged."""
+    lengths, bound, spans, rows = 8, 2000, 4, 27
+    lanes = [Lane(SMALL, 1500, seed) for seed in range(4)]
+    pages = -(-1500 // PAGE_SIZE)
+    table = torch.zeros(5, pages, dtype=torch.int64, device="cuda")
+    table[:4] = torch.randperm(4 * pages, device="cuda").view(4, pages) + 1
+    k_pool, v_pool = (poisoned(SMALL, "q8_0", 4 * pages + 1) for _ in range(2))
+    for index, lane in enumerate(lanes):
+        slots = (table[index][:, None] * PAGE_SIZE + torch.arange(PAGE_SIZE, device="cuda")).flatten()[:1500]
+        write_rows(k_pool, slots, lane.k)
+        write_rows(v_pool, slots, lane.v)
+    contents = [[(1, 40, 3)], [(3, 1400, 8), (0, 700, 1), (2, 255, 5)], [(2, 0, 1), (3, 1492, 8)]]  # (lane, base, rows)
+    q = torch.zeros(rows, SMALL.heads, SMALL.dim, device="cuda")
+
+    def filled(spans_now: list[tuple[int, int, int]]) -> Tensor:
+        numbers, bases, widths = ([span[i] for span in spans_now] for i in range(3))
+        q[: sum(widths)] = torch.cat([lanes[i].q[base : base + n] for i, base, n in spans_now])
+        return torch.from_numpy(facts(widths, bases, numbers, rows, spans, 4)).cuda()
+
+    given = filled(contents[0])
+    batch = unpack("decode", given, [lengths] * spans, [bound] * spans, rows, spans)
+    call = lambda b: attention(q, k_pool, v_pool, table, b, scale=SMALL.dim**-0.5, causal=True)  # noqa: E731
+    call(batch)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call(batch)
+    for spans_now in contents:
+        given.copy_(filled(spans_now))
+        graph.replay()
+        numbers, bases, widths = ([span[i] for span in spans_now] for i in range(3))
+        eager = attention(
+            q[: sum(widths)],
+            k_pool,
+            v_pool,
+            table,
+            pack("decode", widths, bases, torch.device("cuda"), numbers),
+            scale=SMALL.dim**-0.5,
+            causal=True,
+        )
+        assert torch.equal(out[: sum(widths)], eager)
+
+
+INPUTS = [(SMALL, 64), (Shape(24, 4, 256), 64), (Shape(32, 8, 128), 128), (Shape(4, 2, 96), 24)]
+
+
+def stored_rows(pool: PagedTensor, slots: Tensor) -> Tensor:
+    return read_pages(pool, slots // PAGE_SIZE)[torch.arange(len(slots), device="cuda"), slots % PAGE_SIZE]
+
+
+class Heads:
+    """Queries with their gates beside them and k and v beside each other, as merged products give them, for 70 rows."""
+
+    def __init__(self, shape: Shape, rotary: int) -> None:
+        generator = torch.Generator("cuda").manual_seed(3)
+        randn = lambda *sizes: torch.randn(*sizes, generator=generator, device="cuda")  # noqa: E731
+        self.shape = shape
+        scale = 10.0 ** torch.randint(-3, 4, (70, 1), generator=generator, device="cuda")
+        columns = shape.heads * 2 * shape.dim, shape.kv_heads * shape.dim, shape.kv_heads * shape.dim
+        self.product = scale * randn(70, sum(columns) + 5)
+        self.columns = columns
+        self.q_weight, self.k_weight = 1 + 0.1 * randn(shape.dim), 1 + 0.1 * randn(shape.dim)
+        self.table = RopeTable(5000, rotary, 1e7, None, torch.device("cuda"))
+        self.positions = torch.randint(0, 5000, (70,), generator=generator, device="cuda")
+
+    def split(self, product: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = product[:, : sum(self.columns)].split(self.columns, 1)
+        heads = (-1, self.shape.dim)
+        return q.unflatten(1, (self.shape.heads, 2, -1)).unbind(2)[0], k.unflatten(1, heads), v.unflatten(1, heads)
+
+    def run(self, cache: tuple[CacheType, CacheType], chosen: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(q, k as stored, v as stored, slots) of the chosen rows."""
+        pools = [poisoned(self.shape, kind, 10) for kind in cache]
+        slots = torch.randperm(10 * PAGE_SIZE, device="cuda")[: len(chosen)]
+        heads, angles = self.split(self.product[chosen]), self.table.at(self.positions[chosen])
+        q = attention_inputs(*heads, self.q_weight, self.k_weight, 1e-6, angles, pools[0], pools[1], slots)
+        return q, *(stored_rows(pool, slots) for pool in pools), slots
+
+
+@pytest.mark.parametrize("cache", CACHE_TYPES)
+@pytest.mark.parametrize(("shape", "rotary"), INPUTS)
+def test_inputs_equal_the_definition(shape: Shape, rotary: int, cache: CacheType) -> None:
+    heads, every = Heads(shape, rotary), torch.arange(70, device="cuda")
+    q, k, v, slots = heads.run((cache, cache), every)
+    assert q.is_contiguous()
+    given = heads.split(heads.product)
+    cos, sin = (table.double() for table in heads.table.at(heads.positions))
+    with force("ref"):
+        weighted = zip(given, (heads.q_weight, heads.k_weight), strict=False)
+        exact = [apply_rope(rms_norm(x.double(), w.double(), 1e-6), (cos, sin)) for x, w in weighted]
+    torch.testing.assert_close(q.double(), exact[0], rtol=2e-6, atol=2e-6)
+    step = {"f32": 2e-6, "f16": 2.0**-11, "bf16": 2.0**-8, "q8_0": 0.51 / 127}[cache]  # of the largest value
+    assert (k.double() - exact[1]).abs().max() <= step * exact[1].abs().max()
+    pool = allocate_pages(cache, 10, shape.kv_heads, shape.dim, torch.device("cuda"))
+    write_rows(pool, slots, given[2])
+    assert torch.equal(v, stored_rows(pool, slots))
+
+
+@pytest.mark.parametrize("cache", [("q8_0", "q8_0"), ("f16", "q8_0"), ("f32", "bf16")])
+@pytest.mark.parametrize(("shape", "rotary"), INPUTS)
+def test_inputs_of_rows_alone_and_in_company(shape: Shape, rotary: int, cache: tuple[CacheType, CacheType]) -> None:
+    heads, every = Heads(shape, rotary), torch.arange(70, device="cuda")
+    whole = heads.run(cache, every)[:3]
+    for rows in range(1, 71, 3):
+        chosen = torch.randperm(70, generator=torch.Generator().manual_seed(rows))[:rows].cuda()
+        got = heads.run(cache, chosen)[:3]
+        assert all(torch.equal(a, b[chosen]) for a, b in zip(got, whole, strict=True))
+    q, k, v = (x.contiguous() for x in heads.split(heads.product))  # another memory layout
+    pools = [poisoned(shape, kind, 10) for kind in cache]
+    angles, slots = heads.table.at(heads.positions), torch.arange(70, device="cuda")
+    q = attention_inputs(q, k, v, heads.q_weight, heads.k_weight, 1e-6, angles, pools[0], pools[1], slots)
+    assert torch.equal(q, whole[0])
+    assert all(torch.equal(stored_rows(pool, slots), want) for pool, want in zip(pools, whole[1:], strict=True))
+
+
+def test_inputs_write_no_other_slot() -> None:
+    heads = Heads(TARGET, 64)
+    pools = [allocate_pages("q8_0", 2, 4, 256, torch.device("cuda")) for _ in range(2)]
+    slots = torch.tensor([3, 17, 30], device="cuda")
+    angles = heads.table.at(heads.positions[:3])
+    attention_inputs(*heads.split(heads.product[:3]), heads.q_weight, heads.k_weight, 1e-6, angles, *pools, slots)
+    for pool in pools:
+        assert pool.scale is not None
+        for stored in (pool.data, pool.scale):
+            written = stored.view(32, -1).any(1).nonzero().flatten().tolist()
+            assert written == slots.tolist()
 
 
 def test_unwritten_outputs_are_not_left(monkeypatch: pytest.MonkeyPatch) -> None:

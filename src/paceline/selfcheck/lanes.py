@@ -7,7 +7,7 @@ compute rows of junk, as for rejected drafts, and drop them. Neither may show.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -280,6 +280,13 @@ class _Cache:
         positions = torch.arange(start, stop)
         return self.tables[lane][positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE
 
+    def table(self, places: Tensor, lanes: Sequence[int], rng: Rng) -> Tensor:
+        """The page table in which ``lanes`` have these places; the others name any pages."""
+        tables = torch.stack([self.tables[lane] for lane in lanes])
+        table = torch.from_numpy(rng.integers(0, len(self.k.data), (int(places.max()) + 1, tables.shape[1])))
+        table[places] = tables
+        return table
+
     def write(self, slots: Tensor, k: Tensor, v: Tensor) -> None:
         write_rows(self.k, slots, k)
         write_rows(self.v, slots, v)
@@ -325,11 +332,13 @@ def _attention(
             pages.write(pages.slots(lane, 0, bases[lane]), *old[lane])
         out: dict[int, list[tuple[Tensor, ...]]] = {lane: [] for lane in chosen}
         for turn in lanes.turns(chosen, rng):
-            table = torch.stack([pages.tables[piece.lane] for piece in turn.pieces])
+            places = torch.from_numpy(rng.permutation(len(turn.pieces) + 2)[: len(turn.pieces)])
+            batch = replace(turn.batch, lanes=places)
+            table = pages.table(places, [piece.lane for piece in turn.pieces], rng)
             spans = zip(turn.pieces, turn.batch.bases, strict=True)
             slots = torch.cat([pages.slots(piece.lane, base, base + piece.rows) for piece, base in spans])
             pages.write(slots, turn.gather(k), turn.gather(v))
-            o = attention(turn.gather(q), pages.k, pages.v, table, turn.batch, scale=dim**-0.5, causal=causal, window=window)
+            o = attention(turn.gather(q), pages.k, pages.v, table, batch, scale=dim**-0.5, causal=causal, window=window)
             for lane, at in turn.kept():
                 out[lane].append((o[at],))
         return [_joined(out[lane]) for lane in chosen]

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from paceline.config import CACHE_TYPES, PAGE_SIZE, CacheType
 from paceline.ops import activation, norm
+from paceline.ops.attention import attention_inputs
 from paceline.ops.conv import dynamic_conv
 from paceline.ops.kv import allocate_pages, read_pages, write_rows
 from paceline.ops.linear import PackedWeight, linear, linears, merge, pack
@@ -49,6 +50,7 @@ def row_cases() -> list[Case]:
     cases += _norms(rng)
     cases += [_rope(rng, rotary) for rotary in (16, 64)]
     cases += [_kv(rng, kind) for kind in CACHE_TYPES]
+    cases += [_attention_inputs(rng, kind, rotary) for kind in CACHE_TYPES for rotary in (16, 64)]
     cases += [_dynamic_conv(rng, rows=8, taps=2), _dynamic_conv(rng, rows=3, taps=4)]
     cases += [_candidate_scores(rng), _selector_walk(rng), _top_k(rng)]
     cases += [_gumbel(rng), _draw(rng), _pick(rng), _pick_candidates(rng)]
@@ -148,6 +150,26 @@ def _kv(rng: Rng, kind: CacheType) -> Case:
         return _split(pages[torch.arange(len(chosen)), slots % PAGE_SIZE])
 
     return Case(f"K/V in {kind}", ("write_rows", "read_pages"), ROWS, compute)
+
+
+def _attention_inputs(rng: Rng, kind: CacheType, rotary: int) -> Case:
+    """q as returned, k and v as read back from their pages. k and v are columns of one product."""
+    q, both = randn(rng, ROWS, 4, 64), randn(rng, ROWS, 4, 64)
+    q_weight, k_weight = 1.0 + 0.1 * randn(rng, 64), 1.0 + 0.1 * randn(rng, 64)
+    positions = torch.from_numpy(rng.permutation(1100)[:ROWS])
+    table = RopeTable(1100, rotary, 1e6, None, _CPU)
+
+    def compute(chosen: Sequence[int], rng: Rng) -> Outputs:
+        k_cache, v_cache = (allocate_pages(kind, 12, 2, 64, _CPU) for _ in range(2))
+        slots = torch.from_numpy(rng.permutation(12 * PAGE_SIZE)[: len(chosen)])
+        k, v = laid_out(both[chosen], rng).split(2, 1)
+        angles = table.at(positions[chosen])
+        out = attention_inputs(laid_out(q[chosen], rng), k, v, q_weight, k_weight, 1e-6, angles, k_cache, v_cache, slots)
+        rows = torch.arange(len(chosen))
+        stored = [read_pages(cache, slots // PAGE_SIZE)[rows, slots % PAGE_SIZE] for cache in (k_cache, v_cache)]
+        return _split(out, *stored)
+
+    return Case(f"attention_inputs over {kind}, rotary {rotary}", ("attention_inputs",), ROWS, compute)
 
 
 def _dynamic_conv(rng: Rng, rows: int, taps: int) -> Case:

@@ -1,10 +1,13 @@
 """Paged attention in Triton: one walk over the keys for both kinds of rows, and a sum over pieces of the context.
 
 A program computes one query tile (``QUERY_TILE`` rows of a span times some of the query heads that share a key head, padded
-to a product of one shape) over one piece of the keys. Pieces and key blocks begin at fixed absolute positions, so that a row
-meets the same blocks in the same order whatever is beside it; a block that a row does not see multiplies what it holds by
-one and adds zeros. Where the longest context of the batch has one piece only, the result is written at once; the sum over
-pieces of a row that has but one gives the same bits.
+to a product of one shape) over some pieces of the keys, each by itself. Pieces and key blocks begin at fixed absolute
+positions, so that a row meets the same blocks in the same order whatever is beside it; a block that a row does not see
+multiplies what it holds by one and adds zeros. Where no context of the batch has more than one piece, the result is written
+at once; the sum over pieces of a row that has but one gives the same bits.
+
+The host's ``lengths`` and ``bases`` decide the size of the grid and of the scratch memory only, and may be too large: what a
+program does, it reads from the device. So one CUDA graph serves every context, and a span may have no rows.
 
 Precision: queries, keys, weights and values enter the products in 16 bits (bfloat16 pages: bfloat16; float16 and q8_0 pages:
 float16, a q8_0 value rounded once from scale times level), the sums and the softmax are float32. So a score is off by at
@@ -26,12 +29,13 @@ from paceline.batch import PackedBatch
 from paceline.config import PAGE_SIZE
 from paceline.ops.attention.ref import QUERY_TILE
 from paceline.ops.kv import PagedTensor
+from paceline.ops.kv.kernel import store_groups
 from paceline.types import RowKind
 
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """``tile`` rows times heads of a program at most, ``block`` keys per product, ``piece`` keys per program (None: all)."""
+    """``tile`` rows times heads of a program at most, ``block`` keys per product, ``piece`` keys per part (None: all)."""
 
     tile: int
     block: int
@@ -49,12 +53,20 @@ TILING: dict[tuple[RowKind, int], Tiling] = {
 """By kind of rows and bytes of a factor in the products. Part of the arithmetic: a change changes bits."""
 
 _OPERAND = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.int8: tl.float16}
+_MOST_WALKERS, _FEWEST_WALKERS, _ENOUGH_PROGRAMS = 64, 16, 1024
+"""Programs that share the pieces of a tile. One lane of four key heads then has 256, two for each multiprocessor of an H200;
+with more lanes fewer do, but enough for one long context among short ones. Who walks a piece does not touch the result."""
 _PIECES_PER_SUM = tl.constexpr(32)
 _CHANNELS_PER_SUM = tl.constexpr(64)
 _GROUP = tl.constexpr(32)
 _PAGE = tl.constexpr(PAGE_SIZE)
 _VARYING = ["tiles_per_span", "table_stride", "pieces", "window"]
 """Arguments that change from batch to batch: Triton would compile anew where one is 1 or a multiple of 16."""
+_FACTS = ["lanes", "starts", "lengths", "bases", "row_span", "positions"]
+"""Tensors that may be slices of one, so that each may lie anywhere."""
+_STRIDES = ["q_row", "q_head", "k_row", "k_head", "v_row", "v_head"]
+_INPUTS = ["q", "k", "v", "q_weight", "k_weight", "cos", "sin", "slots", "out"]
+"""How a row lies in memory must not choose the code: another load width is another order of summation."""
 
 
 def attention(
@@ -68,7 +80,6 @@ def attention(
     causal: bool,
     window: int | None = None,
 ) -> Tensor:
-    """The grid comes from ``lengths`` and ``bases`` of the host, which may be too large; all else from the device's."""
     q = q if q.stride(-1) == 1 else q.contiguous()
     rows, heads, dim = q.shape
     kv_heads = k_cache.data.shape[2]
@@ -76,9 +87,10 @@ def attention(
     tiling = TILING[batch.kind, 4 if wide else 2]
     tile_rows = QUERY_TILE[batch.kind]
     tile_heads = _heads_per_tile(heads // kv_heads, tiling.tile // tile_rows)
-    longest = max(base + length for base, length in zip(batch.bases, batch.lengths, strict=True))
-    pieces = _pieces(longest, max(batch.lengths), tiling.piece, window)
-    tiles_per_span = triton.cdiv(max(batch.lengths), tile_rows)
+    longest, widest = _bounds(batch)
+    pieces = _pieces(longest, widest, tiling.piece, window)
+    tiles_per_span = triton.cdiv(widest, tile_rows)
+    tiles = (batch.num_spans * tiles_per_span, heads // tile_heads)
 
     out = torch.empty(rows, heads, dim, dtype=torch.float32, device=q.device)
     whole = pieces == 1
@@ -87,13 +99,14 @@ def attention(
     spans = (batch.starts, batch.span_lengths, batch.span_bases)
     facts = (pieces, window or 0)
     geometry = {"TILE_ROWS": tile_rows, "PIECE": tiling.piece or 0, "CAUSAL": causal, "WINDOWED": window is not None}
-    _attend[batch.num_spans * tiles_per_span, heads // tile_heads, pieces](
+    _attend[*tiles, _walkers(pieces, math.prod(tiles))](
         q,
         k_cache.data,
         k_cache.scale,
         v_cache.data,
         v_cache.scale,
         page_table,
+        batch.lanes,
         *spans,
         parts,
         peaks,
@@ -127,9 +140,69 @@ def attention(
     return out
 
 
+def attention_inputs(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    eps: float,
+    angles: tuple[Tensor, Tensor],
+    k_cache: PagedTensor,
+    v_cache: PagedTensor,
+    slots: Tensor,
+) -> Tensor:
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    cos, sin = (table.contiguous() for table in angles)
+    rows, heads, dim = q.shape
+    kv_heads = k.shape[1]
+    padded = max(_GROUP.value, triton.next_power_of_2(dim))
+    out = torch.empty(rows, heads, dim, dtype=torch.float32, device=q.device)
+    if rows:
+        _prepare[rows, heads + 2 * kv_heads](
+            q,
+            k,
+            v,
+            q_weight,
+            k_weight,
+            cos,
+            sin,
+            slots,
+            out,
+            k_cache.data,
+            k_cache.scale,
+            v_cache.data,
+            v_cache.scale,
+            q.stride(0),
+            q.stride(1),
+            k.stride(0),
+            k.stride(1),
+            v.stride(0),
+            v.stride(1),
+            eps,
+            HEADS=heads,
+            KV_HEADS=kv_heads,
+            DIM=dim,
+            PADDED=padded,
+            HALF=cos.shape[-1],
+            num_warps=max(1, padded // 256),
+        )
+    return out
+
+
 def _heads_per_tile(group: int, limit: int) -> int:
     """The largest divisor of the query heads per key head that a tile has room for."""
     return next(heads for heads in range(min(group, limit), 0, -1) if group % heads == 0)
+
+
+def _bounds(batch: PackedBatch) -> tuple[int, int]:
+    """(longest context, most rows) of a span of the batch at most."""
+    key = "attention bounds"
+    if key not in batch.plans:
+        longest = max(base + length for base, length in zip(batch.bases, batch.lengths, strict=True))
+        batch.plans[key] = (longest, max(batch.lengths))
+    bounds: tuple[int, int] = batch.plans[key]
+    return bounds
 
 
 def _pieces(longest: int, rows: int, piece: int | None, window: int | None) -> int:
@@ -142,7 +215,12 @@ def _pieces(longest: int, rows: int, piece: int | None, window: int | None) -> i
     return pieces
 
 
-@triton.jit(do_not_specialize=_VARYING)
+def _walkers(pieces: int, tiles: int) -> int:
+    """Programs that share the pieces of each of ``tiles`` tiles."""
+    return min(pieces, max(_FEWEST_WALKERS, min(_MOST_WALKERS, _ENOUGH_PROGRAMS // tiles)))
+
+
+@triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_FACTS)
 def _attend(
     q,
     k_data,
@@ -150,6 +228,7 @@ def _attend(
     v_data,
     v_scale,
     page_table,
+    lanes,
     starts,
     lengths,
     bases,
@@ -186,13 +265,10 @@ def _attend(
     length = tl.load(lengths + span).to(tl.int32)
     base = tl.load(bases + span).to(tl.int32)
     first_key, last_key = _keys_of_tile(base, first_row, length, window, TILE_ROWS, CAUSAL, WINDOWED)
-    begin = first_key // BLOCK * BLOCK
-    end = last_key + 1
-    if PIECE > 0:
-        piece = first_key // PIECE + tl.program_id(2)
-        begin = tl.maximum(begin, piece * PIECE)
-        end = tl.minimum(end, piece * PIECE + PIECE)
-    if (first_row >= length) | (begin >= end):
+    first_piece, last_piece = 0, 0
+    if not WHOLE:
+        first_piece, last_piece = first_key // PIECE, last_key // PIECE
+    if (first_row >= length) | (first_piece + tl.program_id(2) > last_piece):
         return
 
     in_tile = tl.arange(0, TILE)
@@ -205,45 +281,52 @@ def _attend(
     address = q + (packed * q_row_stride + head * q_head_stride)[:, None] + channel[None, :]
     queries = (tl.load(address, mask=stored, other=0.0) * scale).to(K_OPERAND)
     position = tl.where(real, base + row, -1)
+    place = packed * HEADS + head
 
     kv_head = tl.program_id(1) * TILE_HEADS // (HEADS // KV_HEADS)
-    peak = tl.full([TILE], float("-inf"), tl.float32)
-    total = tl.zeros([TILE], tl.float32)
-    values = tl.zeros([TILE, PADDED], tl.float32)
-    for block in range(begin, end, BLOCK):
-        key = block + tl.arange(0, BLOCK)
-        known = (key >= first_key) & (key <= last_key)  # what lies elsewhere may be NaN, and 0 * NaN is not 0
-        page = tl.load(page_table + span * table_stride + key // _PAGE, mask=known, other=0).to(tl.int64)
-        stripe = (page * _PAGE + key % _PAGE) * KV_HEADS + kv_head
-        k = _stored_rows(k_data, k_scale, stripe, known, BLOCK, DIM, PADDED, K_OPERAND, PTX)
-        scores = tl.dot(queries, tl.trans(k), input_precision=PRECISION)
-        distance = position[:, None] - key[None, :]
-        visible = known[None, :] & real[:, None]
-        if CAUSAL:
-            visible = visible & (distance >= 0)
-        if WINDOWED:
-            visible = visible & (tl.abs(distance) < window)
-        scores = tl.where(visible, scores, float("-inf"))
-        new_peak = tl.maximum(peak, tl.max(scores, 1))
-        finite = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-        weights = tl.exp2(scores - finite[:, None])
-        shrink = tl.exp2(peak - finite)
-        peak = new_peak
-        total = tl.fma(total, shrink, tl.sum(weights, 1))  # a choice left to the compiler could fall differently per variant
-        v = _stored_rows(v_data, v_scale, stripe, known, BLOCK, DIM, PADDED, V_OPERAND, PTX)
-        values = tl.dot(weights.to(V_OPERAND), v, values * shrink[:, None], input_precision=PRECISION)
+    pages = page_table + tl.load(lanes + span) * table_stride
+    for piece in range(first_piece + tl.program_id(2), last_piece + 1, tl.num_programs(2)):
+        begin = first_key // BLOCK * BLOCK
+        end = last_key + 1
+        if not WHOLE:
+            begin = tl.maximum(begin, piece * PIECE)
+            end = tl.minimum(end, piece * PIECE + PIECE)
+        peak = tl.full([TILE], float("-inf"), tl.float32)
+        total = tl.zeros([TILE], tl.float32)
+        values = tl.zeros([TILE, PADDED], tl.float32)
+        for block in range(begin, end, BLOCK):
+            key = block + tl.arange(0, BLOCK)
+            known = (key >= first_key) & (key <= last_key)  # what lies elsewhere may be NaN, and 0 * NaN is not 0
+            page = tl.load(pages + key // _PAGE, mask=known, other=0).to(tl.int64)
+            stripe = (page * _PAGE + key % _PAGE) * KV_HEADS + kv_head
+            k = _stored_rows(k_data, k_scale, stripe, known, BLOCK, DIM, PADDED, K_OPERAND, PTX)
+            scores = tl.dot(queries, tl.trans(k), input_precision=PRECISION)
+            distance = position[:, None] - key[None, :]
+            visible = known[None, :] & real[:, None]
+            if CAUSAL:
+                visible = visible & (distance >= 0)
+            if WINDOWED:
+                visible = visible & (tl.abs(distance) < window)
+            scores = tl.where(visible, scores, float("-inf"))
+            new_peak = tl.maximum(peak, tl.max(scores, 1))
+            finite = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+            weights = tl.exp2(scores - finite[:, None])
+            shrink = tl.exp2(peak - finite)
+            peak = new_peak
+            total = tl.fma(total, shrink, tl.sum(weights, 1))  # left to the compiler it could fall differently per variant
+            v = _stored_rows(v_data, v_scale, stripe, known, BLOCK, DIM, PADDED, V_OPERAND, PTX)
+            values = tl.dot(weights.to(V_OPERAND), v, values * shrink[:, None], input_precision=PRECISION)
 
-    place = packed * HEADS + head
-    if WHOLE:
-        tl.store(parts + place[:, None] * DIM + channel[None, :], values / total[:, None], mask=stored)
-    else:
-        place = place * pieces + tl.program_id(2)
-        tl.store(parts + place[:, None] * DIM + channel[None, :], values, mask=stored)
-        tl.store(peaks + place, peak, mask=real)
-        tl.store(totals + place, total, mask=real)
+        if WHOLE:
+            tl.store(parts + place[:, None] * DIM + channel[None, :], values / total[:, None], mask=stored)
+        else:
+            part = place * pieces + (piece - first_piece)
+            tl.store(parts + part[:, None] * DIM + channel[None, :], values, mask=stored)
+            tl.store(peaks + part, peak, mask=real)
+            tl.store(totals + part, total, mask=real)
 
 
-@triton.jit(do_not_specialize=_VARYING)
+@triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_FACTS)
 def _add_pieces(
     parts,
     peaks,
@@ -268,7 +351,10 @@ def _add_pieces(
     span = tl.load(row_span + row)
     base = tl.load(bases + span).to(tl.int32)
     length = tl.load(lengths + span).to(tl.int32)
-    first_row = (row - tl.load(starts + span)).to(tl.int32) // TILE_ROWS * TILE_ROWS
+    within = (row - tl.load(starts + span)).to(tl.int32)
+    if within >= length:  # padding
+        return
+    first_row = within // TILE_ROWS * TILE_ROWS
     tile_key, last_key = _keys_of_tile(base, first_row, length, window, TILE_ROWS, CAUSAL, WINDOWED)
     position = tl.load(positions + row).to(tl.int32)
     first_key = tile_key
@@ -362,3 +448,67 @@ def _as_float16(levels, PTX: tl.constexpr):
         is_pure=True,
         pack=4,
     )
+
+
+@triton.jit(do_not_specialize=_STRIDES, do_not_specialize_on_alignment=_INPUTS)
+def _prepare(
+    q,
+    k,
+    v,
+    q_weight,
+    k_weight,
+    cos,
+    sin,
+    slots,
+    out,
+    k_data,
+    k_scale,
+    v_data,
+    v_scale,
+    q_row,
+    q_head,
+    k_row,
+    k_head,
+    v_row,
+    v_head,
+    eps,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    PADDED: tl.constexpr,
+    HALF: tl.constexpr,
+):
+    """One head of one row: those of q come first, then those of k, then those of v."""
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    at = tl.arange(0, PADDED)
+    cos += row * HALF
+    sin += row * HALF
+    if head < HEADS:
+        value = _normed_and_rotated(q + row * q_row + head * q_head, q_weight, cos, sin, eps, at, DIM, HALF)
+        tl.store(out + (row * HEADS + head) * DIM + at, value, mask=at < DIM)
+    else:
+        head = head - HEADS
+        first = tl.load(slots + row).to(tl.int64) * (KV_HEADS * DIM)
+        if head < KV_HEADS:
+            value = _normed_and_rotated(k + row * k_row + head * k_head, k_weight, cos, sin, eps, at, DIM, HALF)
+            store_groups(k_data, k_scale, first + head * DIM, value, DIM, PADDED)
+        else:
+            head = head - KV_HEADS
+            value = tl.load(v + row * v_row + head * v_head + at, mask=at < DIM, other=0.0)
+            store_groups(v_data, v_scale, first + head * DIM, value, DIM, PADDED)
+
+
+@triton.jit
+def _normed_and_rotated(x, weight, cos, sin, eps, at, DIM: tl.constexpr, HALF: tl.constexpr):
+    """The head at ``x``. A channel's partner in the rotation is read a second time, instead of moved between threads."""
+    inside = at < DIM
+    value = tl.load(x + at, mask=inside, other=0.0)
+    square = tl.sum(value * value, 0) / DIM
+    scale = 1.0 / tl.sqrt_rn(square + eps)
+    value = value * scale * tl.load(weight + at, mask=inside, other=0.0)
+    turned = at < 2 * HALF
+    partner = tl.where(at < HALF, at + HALF, at - HALF)
+    other = tl.load(x + partner, mask=turned, other=0.0) * scale * tl.load(weight + partner, mask=turned, other=0.0)
+    c = tl.load(cos + at % HALF, mask=turned, other=1.0)
+    s = tl.load(sin + at % HALF, mask=turned, other=0.0)
+    return value * c + tl.where(at < HALF, -other, other) * s

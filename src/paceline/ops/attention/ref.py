@@ -17,7 +17,9 @@ from torch import Tensor
 
 from paceline.batch import PackedBatch
 from paceline.config import PAGE_SIZE
-from paceline.ops.kv import PagedTensor, read_pages
+from paceline.ops.kv import PagedTensor, read_pages, write_rows
+from paceline.ops.norm import rms_norm
+from paceline.ops.rope import apply_rope
 from paceline.types import RowKind
 
 KEY_BLOCK = 128
@@ -40,10 +42,11 @@ def attention(
 ) -> Tensor:
     """softmax(scale * q kᵀ + mask) v over the keys stored in the pages of each row's span.
 
-    q [N, Hq, D] float32; caches [pages, PAGE_SIZE, Hkv, D] in their stored type; page_table [S, P] the page of each
-    PAGE_SIZE positions of a span's sequence. The keys of the batch's own rows must have been written before. Query head h
-    reads key head h // (Hq / Hkv). A row at position p sees position s if s <= p (causal) or if s is not behind the
-    span's last row (block-bidirectional), and with a window also only if |p - s| < window. Returns [N, Hq, D].
+    q [N, Hq, D] float32; caches [pages, PAGE_SIZE, Hkv, D] in their stored type; page_table [L, P] the page of each
+    PAGE_SIZE positions of every lane's sequence, of which ``batch.lanes`` are read. The keys of the batch's own rows must
+    have been written before. Query head h reads key head h // (Hq / Hkv). A row at position p sees position s if s <= p
+    (causal) or if s is not behind the span's last row (block-bidirectional), with a window also only if |p - s| < window.
+    Returns [N, Hq, D].
     """
     plan = _plan(batch, page_table, causal, window)
     heads = k_cache.data.shape[2]
@@ -65,6 +68,25 @@ def attention(
             total[turn.tiles] += sums[turn.pairs]
             out[turn.tiles] += values[turn.pairs.start - pairs.start : turn.pairs.stop - pairs.start]
     return plan.scatter(out / total.unsqueeze(-1))
+
+
+def attention_inputs(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    eps: float,
+    angles: tuple[Tensor, Tensor],
+    k_cache: PagedTensor,
+    v_cache: PagedTensor,
+    slots: Tensor,
+) -> Tensor:
+    """Norm and rotation of every head of q [N, Hq, D] and k [N, Hkv, D]; k and v [N, Hkv, D] are then written at ``slots``
+    [N]. ``angles`` from ``RopeTable.at``. Returns q."""
+    write_rows(k_cache, slots, apply_rope(rms_norm(k, k_weight, eps), angles))
+    write_rows(v_cache, slots, v)
+    return apply_rope(rms_norm(q, q_weight, eps), angles)
 
 
 def _scores(tiles: Tensor, cache: PagedTensor, plan: _Plan, group: list[_Turn]) -> Tensor:
@@ -175,7 +197,7 @@ def _make_plan(batch: PackedBatch, page_table: Tensor, causal: bool, window: int
     if window is not None:
         visible &= distance.abs() < window
     pages = block[:, None] * _PAGES_PER_BLOCK + np.arange(_PAGES_PER_BLOCK)
-    pair_pages = page_table[to(span[pair_tile])[:, None], to(np.minimum(pages, page_table.shape[1] - 1))]
+    pair_pages = page_table[batch.lanes[to(span[pair_tile])][:, None], to(np.minimum(pages, page_table.shape[1] - 1))]
     edges = np.searchsorted(turn, np.arange(int(counts.max()) + 1))
     turns = [_Turn(slice(int(a), int(b)), to(pair_tile[a:b])) for a, b in itertools.pairwise(edges)]
     return _Plan(rows, batch.num_rows, to(tile_rows), to(pair_tile), pair_pages, visible, known, turns)
