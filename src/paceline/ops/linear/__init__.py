@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from paceline.ops.dispatch import by_device, uses_kernels
-from paceline.ops.linear import ref
+from paceline.ops.dispatch import by_device, uses_kernels, uses_special_kernels
+from paceline.ops.linear import hopper, ref
 from paceline.ops.linear.merged import Merged, merge
 from paceline.ops.linear.ref import TILE_ROWS, PackedWeight
 from paceline.ops.linear.rows import Rows
@@ -44,7 +44,11 @@ def linears(x: Tensor | Rows, weights: Sequence[PackedWeight | TiledWeight] | Me
 
 def decode_arithmetic(device: torch.device) -> str:
     """Which decode product runs on ``device``, with its version: products of different names give different bits."""
-    return "portable-2" if uses_kernels(device) else "reference-1"
+    if not uses_kernels(device):
+        return "reference-1"
+    if uses_special_kernels() and hopper.available(device):
+        return f"hopper-{hopper.VERSION}"
+    return "portable-2"
 
 
 def pack(

@@ -24,6 +24,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from paceline.ops.dispatch import uses_special_kernels
+from paceline.ops.linear import hopper
 from paceline.ops.linear.rows import COLUMN_STEP, ROW_STEP, Rows, padded
 from paceline.ops.linear.tiles import TILE_ROWS, TiledWeight, tile
 from paceline.ops.quant import QuantTensor, fields
@@ -500,7 +502,11 @@ def _product(x: Tensor | Rows, weight: TiledWeight, kind: RowKind, prepared: dic
         x = prepared[dtype]
     elif x.values.dtype != dtype:
         raise TypeError(f"a weight in form {weight.form} needs rows in {dtype}, not {x.values.dtype}")
-    return _decode(x, weight) if kind == "decode" else _prefill(x, weight)
+    if kind == "prefill":
+        return _prefill(x, weight)
+    if weight.form in hopper.FORMS and hopper.available(x.device) and uses_special_kernels():
+        return hopper.decode(x, weight)
+    return _decode(x, weight)
 
 
 def _decode(x: Rows, weight: TiledWeight) -> Tensor:
