@@ -13,6 +13,7 @@ ROOT = Path(paceline.__file__).parent
 LAYERS = [
     ["errors"],
     ["types", "config"],
+    ["transfer"],
     ["batch"],
     ["ops"],
     ["views", "sampling", "accept", "text", "messages"],

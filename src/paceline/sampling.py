@@ -20,12 +20,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from paceline.ops.sample import draw, draw_candidates, gumbel, gumbel_of_vocabulary, last_kept
 from paceline.ops.sample.ref import best, count_kept, scaled, tree_sum
 from paceline.ops.topk import argmax, top_k
+from paceline.transfer import to_device
 
 Kind = Literal["greedy", "unfiltered", "filtered"]
 """What a row needs: argmax; noise over the whole vocabulary (with or without min-p); a sorted head (top-k or top-p)."""
@@ -67,22 +69,17 @@ class SamplingRows:
     ) -> SamplingRows:
         """One entry per row. Seeds are taken modulo 2**64. Off: top_k 0 or -1, top_p 1, min_p 0. A temperature below
         the smallest normal float32 is 0."""
-        smallest = torch.finfo(torch.float32).tiny
-        temperatures = torch.tensor([t if t >= smallest else 0.0 for t in temperature], dtype=torch.float32)
-        nucleus = torch.tensor(top_p, dtype=torch.float32)
-        limits = tuple(max(k, 0) for k in top_k)
-        kinds = tuple(map(_kind, temperatures.tolist(), limits, nucleus.tolist()))
-        return cls(
-            temperature=temperatures.to(device),
-            top_k=torch.tensor(limits, dtype=torch.int64, device=device),
-            top_p=nucleus.to(device),
-            min_p=torch.tensor(min_p, dtype=torch.float32, device=device),
-            seed=torch.tensor([_signed(s) for s in seed], dtype=torch.int64, device=device),
-            choice=torch.tensor(choice, dtype=torch.int64, device=device),
-            position=torch.tensor(position, dtype=torch.int64, device=device),
-            kinds=kinds,
-            limits=limits,
-        )
+        packed, kinds, limits = pack_rows(temperature, top_k, top_p, min_p, seed, choice, position)
+        return cls.unpack(to_device(packed, torch.device(device)), kinds, limits)
+
+    @classmethod
+    def unpack(cls, packed: Tensor, kinds: tuple[Kind, ...], limits: tuple[int, ...]) -> SamplingRows:
+        """Rows whose tensors are views of what ``pack_rows`` made, on a device."""
+        rows = len(kinds)
+        integers, floats = packed.split((4 * rows, packed.shape[0] - 4 * rows))
+        seed, choice, position, top_k = integers.view(4, rows).unbind()
+        temperature, top_p, min_p = floats.view(torch.float32)[: 3 * rows].view(3, rows).unbind()
+        return cls(temperature, top_k, top_p, min_p, seed, choice, position, kinds, limits)
 
     def select(self, indices: Sequence[int]) -> SamplingRows:
         """Rows ``indices``, in that order; an index may repeat (one lane's parameters for each row of its span)."""
@@ -105,6 +102,31 @@ class SamplingRows:
 
     def __len__(self) -> int:
         return len(self.kinds)
+
+
+def pack_rows(
+    temperature: Sequence[float],
+    top_k: Sequence[int],
+    top_p: Sequence[float],
+    min_p: Sequence[float],
+    seed: Sequence[int],
+    choice: Sequence[int],
+    position: Sequence[int],
+) -> tuple[np.ndarray, tuple[Kind, ...], tuple[int, ...]]:
+    """The numbers of R rows in one int64 array, for one transfer, and their kinds and limits (``SamplingRows``)."""
+    rows = len(temperature)
+    limits = tuple(max(k, 0) for k in top_k)
+    packed = np.zeros(packed_size(rows), np.int64)
+    integers, floats = packed[: 4 * rows].reshape(4, rows), packed[4 * rows :].view(np.float32)[: 3 * rows].reshape(3, rows)
+    integers[:] = [_signed(s) for s in seed], choice, position, limits
+    floats[:] = temperature, top_p, min_p
+    floats[0][floats[0] < np.finfo(np.float32).tiny] = 0.0
+    return packed, tuple(map(_kind, floats[0].tolist(), limits, floats[1].tolist())), limits
+
+
+def packed_size(rows: int) -> int:
+    """Length of the array that ``pack_rows`` makes."""
+    return 4 * rows + (3 * rows + 1) // 2
 
 
 def _kind(temperature: float, limit: int, top_p: float) -> Kind:

@@ -1,4 +1,4 @@
-"""What a forward sees of the state: committed values to read, places to leave what it adds.
+"""What a forward sees of the state: committed values to read, places for what it adds.
 
 Handed out by the pool, plain data here, so that models and state do not know each other.
 """
@@ -9,17 +9,17 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from paceline.ops.gdn import ReplayLog
 from paceline.ops.kv import PagedTensor
 
 
 @dataclass(slots=True)
 class AttentionView:
-    """One attention layer: pages, the page table [S, P] of the batch's spans, and the slot [N] of each row."""
+    """One attention layer: pages, and the table [L, P] of the pages of every lane."""
 
     k: PagedTensor
     v: PagedTensor
     page_table: Tensor
-    slots: Tensor
 
 
 @dataclass(slots=True)
@@ -27,20 +27,18 @@ class GdnView:
     """One Gated-DeltaNet layer: committed ``state`` [L, Hv, Dk, Dv] and convolution ``history`` [L, w-1, C] of all lanes,
     read only; a batch's ``lanes`` says which are those of its spans.
 
-    A verify forward leaves its replay log (k, d, g per row), a prefill forward the new state; both leave the raw inputs.
+    A verify forward fills ``log``; a prefill forward, which has none, leaves the new state and history of its spans.
     """
 
     state: Tensor
     history: Tensor
-    raw: Tensor | None = None
-    replay: tuple[Tensor, Tensor, Tensor] | None = None
+    log: ReplayLog | None = None
     new_state: Tensor | None = None
+    new_history: Tensor | None = None
 
-    def log(self, raw: Tensor, k: Tensor, d: Tensor, g: Tensor) -> None:
-        self.raw, self.replay = raw, (k, d, g)
-
-    def advance(self, raw: Tensor, state: Tensor) -> None:
-        self.raw, self.new_state = raw, state
+    def advance(self, state: Tensor, history: Tensor) -> None:
+        """state [S, Hv, Dk, Dv] and history [S, w-1, C] behind the rows of the forward."""
+        self.new_state, self.new_history = state, history
 
 
 @dataclass(slots=True)

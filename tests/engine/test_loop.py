@@ -167,16 +167,17 @@ def fault_in_begin(fault: Fault, parts: EngineParts, patch: pytest.MonkeyPatch) 
     patch.setattr(StatePool, "_half", half)
 
 
-def fault_in_commit(method: str, kind: str) -> Callable[[Fault, EngineParts, pytest.MonkeyPatch], None]:
+def fault_in_commit(kind: str) -> Callable[[Fault, EngineParts, pytest.MonkeyPatch], None]:
+    """When the drafter's context has been written."""
+
     def inject(fault: Fault, parts: EngineParts, patch: pytest.MonkeyPatch) -> None:
-        original = getattr(StatePool, method)
+        original = StatePool._write_context
 
-        def commit(self: StatePool, half: Half, keep: list[int]) -> Any:
-            result = original(self, half, keep)
-            fault(half.batch.kind == kind and lane_of(parts) in [span.lane for span in half.spans])
-            return result
+        def commit(self: StatePool, half: Half, keep: torch.Tensor) -> None:
+            original(self, half, keep)
+            fault(half.batch.kind == kind and lane_of(parts) in half.batch.lanes.tolist())
 
-        patch.setattr(StatePool, method, commit)
+        patch.setattr(StatePool, "_write_context", commit)
 
     return inject
 
@@ -190,9 +191,8 @@ FAULTS = {
     "verify": fault_in_verify,
     "first token": fault_in_first_token,
     "later chunk": fault_in_later_chunk,
-    "commit of a verify span": fault_in_commit("_advanced", "decode"),
-    "commit of drafter context": fault_in_commit("_write_context", "decode"),
-    "commit of a chunk": fault_in_commit("_write_context", "prefill"),
+    "commit of a verify span": fault_in_commit("decode"),
+    "commit of a chunk": fault_in_commit("prefill"),
 }
 
 
@@ -231,9 +231,9 @@ def test_a_fault_in_drafting_costs_only_speed(
     assert drafter is not None
     original = type(drafter).propose
 
-    def propose(self: Any, spans: Any, pool: Any, txn: Any) -> Any:
+    def propose(self: Any, spans: Any, pool: Any) -> Any:
         calls.append(len(spans))
-        drafts = original(self, spans, pool, txn)
+        drafts = original(self, spans, pool)
         if len(calls) % 2 == 0:
             raise RuntimeError("drafting failed")
         return drafts
@@ -252,7 +252,7 @@ def test_drafting_and_then_verifying_fail(
     undisturbed: dict[str, tuple[int, ...]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def propose(self: Any, spans: Any, pool: Any, txn: Any) -> Any:
+    def propose(self: Any, spans: Any, pool: Any) -> Any:
         raise RuntimeError("drafting failed")
 
     monkeypatch.setattr(type(parts.runner.drafter), "propose", propose)

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 from demo_pair import Pair, goldens, greedy_request, pair
-from torch import Tensor
 
 from paceline import LLM, SamplingParams
 from paceline.engine.plan import VerifySpan
+from paceline.models.qwen35 import Hidden
 from paceline.ops.topk import argmax
 from paceline.state.pool import Half, SpanRows
 from paceline.types import Request
@@ -76,7 +76,7 @@ def walk_together(everything: Pair, rows: list[dict[str, Any]]) -> Iterator[Walk
     yield from walks
 
 
-def forward(everything: Pair, tokens: list[int], half: Half | None) -> Tensor:
+def forward(everything: Pair, tokens: list[int], half: Half | None) -> Hidden:
     assert half is not None
     hidden, features = everything.target(torch.tensor(tokens), half.batch, half.target, everything.drafter.taps)
     assert features is not None
@@ -88,7 +88,8 @@ def prefill(everything: Pair, walks: list[Walk]) -> None:
     txn = everything.pool.begin([SpanRows(walk.lane, 0, len(walk.request.prompt), "prefill") for walk in walks])
     hidden = forward(everything, [token for walk in walks for token in walk.request.prompt], txn.prefill)
     assert txn.prefill is not None
-    last = everything.target.logits(hidden[txn.prefill.batch.last_rows()])
+    batch = txn.prefill.batch
+    last = everything.target.logits(hidden.rows(batch.starts + batch.span_lengths - 1))
     for walk, pick in zip(walks, argmax(last).tolist(), strict=True):
         walk.add_picks(0, [pick])
     everything.pool.commit(txn, txn.prefill.batch.lengths)
@@ -106,7 +107,7 @@ def verify(everything: Pair, live: list[Walk]) -> None:
     txn = everything.pool.begin(
         [SpanRows(s.lane, s.start, n, "decode", drafting=True) for s, n in zip(spans, lengths, strict=True)]
     )
-    proposals = everything.drafter.propose(spans, everything.pool, txn).tolist()
+    proposals = everything.drafter.propose(spans, everything.pool).tolist()
     fed = [walk.path[walk.step : walk.step + n] for walk, n in zip(live, lengths, strict=True)]
     hidden = forward(everything, [token for tokens in fed for token in tokens], txn.decode)
     picks = argmax(everything.target.logits(hidden)).split(lengths)

@@ -17,8 +17,8 @@ from torch import Tensor
 from paceline.config import PAGE_SIZE, CacheType
 from paceline.engine.drafting import DFlashDrafter
 from paceline.engine.plan import PrefillSpan, Round, RoundResult, VerifySpan
-from paceline.engine.rows import sampling_rows
 from paceline.engine.runner import Runner
+from paceline.models.qwen35 import Hidden
 from paceline.ops.kv import PagedTensor
 from paceline.state.pool import SpanRows, StatePool, Txn
 from paceline.state.shapes import StateShape
@@ -90,7 +90,7 @@ def admitted(pool: StatePool, tokens: int) -> int:
     return lane
 
 
-def forward(everything: Pair, txn: Txn, tokens: list[int]) -> Tensor:
+def forward(everything: Pair, txn: Txn, tokens: list[int]) -> Hidden:
     half = txn.decode or txn.prefill
     assert half is not None
     hidden, features = everything.target(torch.tensor(tokens), half.batch, half.target, everything.drafter.taps)
@@ -110,17 +110,11 @@ def one_round(everything: Pair, contexts: Sequence[Context]) -> list[Outcome]:
     ]
     txn = everything.pool.begin([SpanRows(span.lane, span.start, block, "decode", drafting=True) for span in spans])
     anchors = torch.tensor([span.anchor for span in spans])
-    batch, views = everything.pool.draft_block(txn)
-    hidden = drafter.model.hidden(anchors, everything.target.embed_tokens, batch, views)
-    draws = [(span.request, span.start + slot) for span in spans for slot in range(1, block)]
-    drafts = drafter.model.propose(
-        anchors,
-        everything.target.embed_tokens,
-        everything.target.lm_head,
-        batch,
-        views,
-        sampling_rows(draws, anchors.device),
-    )
+    packed, kinds, limits = drafter.pack(spans, len(spans), everything.pool.spare_lane)
+    inputs = drafter.unpack(torch.from_numpy(packed), [span.start for span in spans], kinds, limits)
+    views = everything.pool.draft_views()
+    hidden = drafter.model.hidden(anchors, everything.target.embed_tokens, inputs.batch, views)
+    drafts = drafter.forward(inputs, views)
     tokens = torch.cat((anchors.unsqueeze(1), drafts), dim=1).flatten().tolist()
     logits = everything.target.logits(forward(everything, txn, tokens)).unflatten(0, (len(spans), block))
     everything.pool.abort(txn)
@@ -215,8 +209,8 @@ class Scripted(DFlashDrafter):
         self.coming: dict[int, list[int]] = {}
         self.wrong: dict[int, int] = {}
 
-    def propose(self, spans: Sequence[VerifySpan], pool: StatePool, txn: Txn) -> Tensor:
-        drafts = super().propose(spans, pool, txn).clone()
+    def propose(self, spans: Sequence[VerifySpan], pool: StatePool) -> Tensor:
+        drafts = super().propose(spans, pool).clone()
         for row, span in zip(drafts, spans, strict=True):
             row[: span.drafts] = torch.tensor(self.coming[span.lane][: span.drafts])
             if wrong := self.wrong[span.lane]:
@@ -230,14 +224,13 @@ State = dict[str, Tensor]
 def state_of(pool: StatePool, lane: int) -> State:
     """Everything committed of a lane, K/V in the order of positions; of the rings what a coming row may see."""
     committed = pool.committed(lane)
-    span = SpanRows(lane, committed, 1, "decode")
     state = {"gdn": pool.gdn[:, lane], "history": pool.history[:, lane]}
-    pages = pool._page_table([span], sliding=False)[0]
+    pages = pool.table[lane]
     for layer, caches in enumerate(zip(pool.k, pool.v, strict=True)):
         state |= stored(f"layer {layer}", caches, pages, 0, committed)
     assert pool.shape.drafter is not None
     for layer, sliding in enumerate(pool.shape.drafter.sliding):
-        pages = pool._page_table([span], sliding=sliding)[0]
+        pages = (pool.ring_table if sliding else pool.table)[lane]
         first = max(0, committed - WINDOW + 1) if sliding else 0
         state |= stored(f"drafter layer {layer}", (pool.draft_k[layer], pool.draft_v[layer]), pages, first, committed)
     return {name: tensor.clone() for name, tensor in state.items()}

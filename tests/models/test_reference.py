@@ -32,7 +32,7 @@ from paceline.config import PAGE_SIZE, TargetConfig
 from paceline.models.dflash import DFlash
 from paceline.models.layers import Embedding, Linear
 from paceline.models.qwen35 import Qwen35
-from paceline.ops.conv import conv_history
+from paceline.ops.gdn import ReplayLog
 from paceline.ops.kv import allocate_pages, write_rows
 from paceline.sampling import SamplingRows
 from paceline.types import RowKind
@@ -87,7 +87,7 @@ def pages_for(length: int, heads: int, dim: int) -> tuple[AttentionView, Tensor]
     k, v = (allocate_pages("f32", count, heads, dim, CPU) for _ in range(2))
     k.data.fill_(torch.nan)
     v.data.fill_(torch.nan)
-    return AttentionView(k, v, table[None], slots), slots
+    return AttentionView(k, v, table[None]), slots
 
 
 def empty_views(config: TargetConfig, length: int) -> TargetViews:
@@ -95,12 +95,18 @@ def empty_views(config: TargetConfig, length: int) -> TargetViews:
     history = (1, config.conv_kernel - 1, config.conv_channels)
     return TargetViews(
         [
-            GdnView(torch.zeros(state), torch.zeros(history))
+            GdnView(torch.zeros(state), torch.zeros(history), log_of(config, length))
             if kind == "gdn"
             else pages_for(length, config.num_kv_heads, config.head_dim)[0]
             for kind in config.layer_types
         ]
     )
+
+
+def log_of(config: TargetConfig, rows: int) -> ReplayLog:
+    heads, dk, dv = config.gdn_value_heads, config.gdn_key_dim, config.gdn_value_dim
+    shapes = (config.conv_channels,), (config.gdn_key_heads, dk), (heads, dv), (heads,)
+    return ReplayLog(*(torch.zeros(rows, *shape) for shape in shapes))
 
 
 def run_target(model: Qwen35, tokens: Tensor, spans: list[tuple[RowKind, int]]) -> tuple[Tensor, Tensor]:
@@ -111,22 +117,20 @@ def run_target(model: Qwen35, tokens: Tensor, spans: list[tuple[RowKind, int]]) 
     length = sum(rows for _, rows in spans)
     views, outputs, start = empty_views(model.config, length), [], 0
     layers = range(model.config.num_layers)
-    slots = pages_for(length, 1, 1)[1]
     for kind, rows in spans:
         batch = pack(kind, [rows], [start], CPU)
         for view in views.layers:
-            if isinstance(view, AttentionView):
-                view.slots = slots[start : start + rows]
+            if kind == "prefill" and isinstance(view, GdnView):
+                view.log = None
         last, features = model(tokens[start : start + rows], batch, views, layers)
         assert features is not None
         hidden = features.unflatten(-1, (len(layers), -1)).transpose(0, 1)
-        assert torch.equal(hidden[-1], last)
+        assert torch.equal(hidden[-1], last.whole())
         outputs.append((hidden, model.logits(last)))
         for index, view in enumerate(views.layers):
             if kind == "prefill" and isinstance(view, GdnView):
-                assert view.raw is not None and view.new_state is not None
-                history = conv_history(view.raw, view.history, torch.tensor([rows]), batch)
-                views.layers[index] = GdnView(view.new_state, history)
+                assert view.new_state is not None and view.new_history is not None
+                views.layers[index] = GdnView(view.new_state, view.new_history, log_of(model.config, length))
         start += rows
     return torch.cat([hidden for hidden, _ in outputs], dim=1), torch.cat([logits for _, logits in outputs])
 
@@ -157,9 +161,7 @@ def run_drafter(model: DFlash, inputs: dict[str, Tensor]) -> tuple[Tensor, Tenso
     for end, anchor in zip(CONTEXTS, inputs["anchors"].long(), strict=True):
         append_context(model, inputs["features"][start:end], start, pages)
         batch = pack("decode", [config.block_size], [end], CPU)
-        views = [
-            AttentionView(view.k, view.v, view.page_table, slots[end : end + config.block_size]) for view, slots in pages
-        ]
+        views = [view for view, _ in pages]
         hidden = model.hidden(anchor[None], embed, batch, views)[0]
         drafts = model.propose(anchor[None], embed, head, batch, views, greedy_rows(config.block_size - 1))[0]
         results.append((hidden, model.logits(hidden, head), drafts))

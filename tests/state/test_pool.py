@@ -15,10 +15,11 @@ from torch import Tensor
 
 from paceline.batch import pack
 from paceline.config import CHUNK_SIZE, PAGE_SIZE, DrafterConfig, TargetConfig
+from paceline.ops.conv import conv_history
 from paceline.ops.gdn import gdn_replay
 from paceline.ops.kv import read_pages, write_rows
 from paceline.state.pool import Half, SpanRows, StatePool, Txn
-from paceline.state.shapes import StateShape, kv_bytes_per_token, lane_bytes, pages_for
+from paceline.state.shapes import StateShape, kv_bytes_per_token, lane_bytes, pages_for, spare_bytes
 from paceline.views import AttentionView
 
 BLOCK, WINDOW, MAX_CTX = 8, 60, 220
@@ -131,32 +132,31 @@ def forward(half: Half | None, sequences: dict[int, Sequence], right: dict[int, 
     """Fill a half's views; of lane l the first ``right[l]`` rows are the sequence's own, the others another's."""
     if half is None:
         return
+    batch = half.batch
+    spans = list(zip(batch.lanes.tolist(), batch.bases, batch.lengths, strict=True))
 
     def pick(take: Callable[[Rows], Tensor], dim: int = 0) -> Tensor:
         parts = []
-        for span in half.spans:
-            own = slice(span.start, span.start + right[span.lane])
-            other = slice(own.stop, span.start + span.length)
-            parts += [take(sequences[span.lane].rows)[own], take(JUNK)[other]]
+        for lane, start, length in spans:
+            own = slice(start, start + right[lane])
+            other = slice(own.stop, start + length)
+            parts += [take(sequences[lane].rows)[own], take(JUNK)[other]]
         return torch.cat(parts, dim)
 
     attention = gdn = 0
     for view in half.target.layers:
         if isinstance(view, AttentionView):
             for side, cache in enumerate((view.k, view.v)):
-                write_rows(cache, view.slots, pick(lambda rows, at=(side, attention): rows.kv[at]))  # type: ignore[misc]
+                write_rows(cache, batch.slots(view.page_table), pick(lambda rows, at=(side, attention): rows.kv[at]))  # type: ignore[misc]
             attention += 1
             continue
         raw = pick(lambda rows, layer=gdn: rows.raw[layer])  # type: ignore[misc]
-        if half.batch.kind == "decode":
-            logs = [
-                pick(lambda rows, name=name, layer=gdn: getattr(rows, name)[layer])  # type: ignore[misc]
-                for name in ("k", "d", "g")
-            ]
-            view.log(raw, *logs)
+        if view.log is not None:
+            for name, place in view.log._asdict().items():
+                place[: batch.num_rows] = pick(lambda rows, name=name, layer=gdn: getattr(rows, name)[layer])  # type: ignore[misc]
         else:
-            ends = [sequences[span.lane].rows.states[gdn, span.start + span.length - 1] for span in half.spans]
-            view.advance(raw, torch.stack(ends))
+            ends = [sequences[lane].rows.states[gdn, start + length - 1] for lane, start, length in spans]
+            view.advance(torch.stack(ends), conv_history(raw, view.history, batch.span_lengths, batch))
         gdn += 1
     for layer, context in enumerate(half.context):
         context.stage(
@@ -167,12 +167,14 @@ def forward(half: Half | None, sequences: dict[int, Sequence], right: dict[int, 
 
 def draft(pool: StatePool, txn: Txn) -> None:
     """Write a block behind the context of each drafting lane."""
-    if not any(span.drafting for span in txn.spans):
+    drafting = [(span.start, span.lane) for span in txn.spans if span.drafting]
+    if not drafting:
         return
-    batch, views = pool.draft_block(txn)
-    for view in views:
+    starts, lanes = zip(*drafting, strict=True)
+    batch = pack("decode", [BLOCK] * len(starts), starts, pool.device, lanes)
+    for view in pool.draft_views():
         for cache in (view.k, view.v):
-            write_rows(cache, view.slots, torch.randn(batch.num_rows, 1, HEAD_DIM))
+            write_rows(cache, batch.slots(view.page_table), torch.randn(batch.num_rows, 1, HEAD_DIM))
 
 
 def stored(values: Tensor, like: Any) -> Tensor:
@@ -198,13 +200,13 @@ def assert_holds(pool: StatePool, lane: int, sequence: Sequence) -> None:
     for view in txn.decode.target.layers:
         if isinstance(view, AttentionView):
             for side, cache in enumerate((view.k, view.v)):
-                read = read_pages(cache, view.page_table[0]).flatten(0, 1)[:n]
+                read = read_pages(cache, view.page_table[lane]).flatten(0, 1)[:n]
                 assert torch.equal(read, stored(rows.kv[side, layer, :n], cache))
             layer += 1
-    for layer, view in enumerate(pool.draft_block(txn)[1]):
+    for layer, view in enumerate(pool.draft_views()):
         first = max(0, n - WINDOW + 1) if DRAFTER.sliding[layer] else 0
         for side, cache in enumerate((view.k, view.v)):
-            read = read_pages(cache, view.page_table[0]).flatten(0, 1)[first:n]
+            read = read_pages(cache, view.page_table[lane]).flatten(0, 1)[first:n]
             assert torch.equal(read, rows.context[side, layer, first:n])
     pool.abort(txn)
 
@@ -255,7 +257,7 @@ def committed_bytes(pool: StatePool) -> list[Tensor]:
     return [pool.gdn.clone(), pool.history.clone()]
 
 
-@pytest.mark.parametrize("method", ["_advanced", "_write_context", "_reserve", "_half"])
+@pytest.mark.parametrize("method", ["_write_context", "_reserve", "_half"])
 def test_a_failed_round_changes_nothing(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A fault in the second half of begin or commit, when the first has been computed; then the round is run again."""
     pool = new_pool()
@@ -362,7 +364,8 @@ def test_sizes_are_what_is_allocated() -> None:
     paged = size([*pool.k, *pool.v, pool.draft_k[1], pool.draft_v[1]])
     assert paged == kv_bytes_per_token(SHAPE) * (SHAPE.pages + 1) * PAGE_SIZE
     rings = size([pool.draft_k[0], pool.draft_v[0]]) * SHAPE.lanes * SHAPE.ring_pages // (SHAPE.lanes * SHAPE.ring_pages + 1)
-    assert lane_bytes(SHAPE) * SHAPE.lanes == pool.gdn.nbytes + pool.history.nbytes + rings
+    states = pool.gdn.nbytes + pool.history.nbytes + sum(part.nbytes for part in pool.log)
+    assert lane_bytes(SHAPE) * SHAPE.lanes + spare_bytes(SHAPE) == states + rings
     assert SHAPE.ring_pages * PAGE_SIZE >= WINDOW + BLOCK
 
 

@@ -14,7 +14,7 @@ from paceline.engine.drafting import DFlashDrafter
 from paceline.engine.plan import VerifySpan
 from paceline.models.dflash import DFlash
 from paceline.models.qwen35 import Qwen35
-from paceline.state.pool import StatePool, Txn
+from paceline.state.pool import StatePool
 from paceline.views import ContextView
 
 
@@ -44,7 +44,7 @@ class ScriptedDrafter:
     def project(self, features: Tensor, batch: PackedBatch, views: list[ContextView]) -> None:
         """Never asked: there are no taps."""
 
-    def propose(self, spans: Sequence[VerifySpan], pool: StatePool, txn: Txn) -> Tensor:
+    def propose(self, spans: Sequence[VerifySpan], pool: StatePool) -> Tensor:
         return torch.tensor([self._block(span) for span in spans], device=pool.device)
 
     def _block(self, span: VerifySpan) -> list[int]:

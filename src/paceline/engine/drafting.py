@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
-import torch
+import numpy as np
 from torch import Tensor
 
-from paceline.batch import PackedBatch
+from paceline.batch import PackedBatch, facts, unpack
 from paceline.engine.plan import VerifySpan
-from paceline.engine.rows import sampling_rows
+from paceline.engine.rows import pack_draws
 from paceline.models.dflash import DFlash
 from paceline.models.qwen35 import Qwen35
-from paceline.state.pool import StatePool, Txn
-from paceline.views import ContextView
+from paceline.sampling import Kind, SamplingRows, packed_size
+from paceline.state.pool import StatePool
+from paceline.transfer import to_device
+from paceline.views import AttentionView, ContextView
 
 
 class Drafter(Protocol):
@@ -26,8 +29,17 @@ class Drafter(Protocol):
     def project(self, features: Tensor, batch: PackedBatch, views: list[ContextView]) -> None:
         """Turn the features of a forward's rows into context rows, staged for the commit."""
 
-    def propose(self, spans: Sequence[VerifySpan], pool: StatePool, txn: Txn) -> Tensor:
-        """Drafts [L, B - 1] for the drafting spans of a round, all lanes in one forward."""
+    def propose(self, spans: Sequence[VerifySpan], pool: StatePool) -> Tensor:
+        """Drafts [D, B - 1] for the drafting spans of a round, all lanes in one forward."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftInputs:
+    """One block of B rows behind the committed context of each of D lanes; ``rows`` has D * (B - 1) entries."""
+
+    batch: PackedBatch
+    anchors: Tensor
+    rows: SamplingRows
 
 
 class DFlashDrafter:
@@ -41,12 +53,38 @@ class DFlashDrafter:
     def project(self, features: Tensor, batch: PackedBatch, views: list[ContextView]) -> None:
         self.model.project(features, batch, views)
 
-    def propose(self, spans: Sequence[VerifySpan], pool: StatePool, txn: Txn) -> Tensor:
-        batch, views = pool.draft_block(txn)
-        device = batch.positions.device
-        anchors = torch.tensor([span.anchor for span in spans], device=device)
+    def propose(self, spans: Sequence[VerifySpan], pool: StatePool) -> Tensor:
+        packed, kinds, limits = self.pack(spans, len(spans), pool.spare_lane)
+        bases = [span.start for span in spans]
+        return self.forward(self.unpack(to_device(packed, pool.device), bases, kinds, limits), pool.draft_views())
+
+    def forward(self, inputs: DraftInputs, views: list[AttentionView]) -> Tensor:
+        """Drafts [D, B - 1]."""
+        embed, head = self.target.embed_tokens, self.target.lm_head
+        return self.model.propose(inputs.anchors, embed, head, inputs.batch, views, inputs.rows)
+
+    def pack(
+        self, spans: Sequence[VerifySpan], lanes: int, spare_lane: int
+    ) -> tuple[np.ndarray, tuple[Kind, ...], tuple[int, ...]]:
+        """All numbers of a draft forward, for one transfer, and what ``SamplingRows`` wants to know on the host. Missing
+        lanes are made up: blocks of ``spare_lane`` at position 0."""
+        block, missing = self.block_size, lanes - len(spans)
+        bases, owners = [span.start for span in spans] + [0] * missing, [span.lane for span in spans]
+        of_batch = facts([block] * lanes, bases, owners + [spare_lane] * missing)
+        anchors = np.array([span.anchor for span in spans] + [0] * missing, np.int64)
         # draft i sits at position start + i, where the target's own draw for that position will use the same noise
-        rows = sampling_rows(
-            [(span.request, span.start + slot) for span in spans for slot in range(1, self.block_size)], device
-        )
-        return self.model.propose(anchors, self.target.embed_tokens, self.target.lm_head, batch, views, rows)
+        draws = [(span.request, span.start + slot) for span in spans for slot in range(1, block)]
+        rows, kinds, limits = pack_draws(draws + draws[-1:] * (missing * (block - 1)))
+        return np.concatenate((of_batch, anchors, rows)), kinds, limits
+
+    def packed_size(self, lanes: int) -> int:
+        """Length of the array that ``pack`` makes."""
+        return 2 * lanes * self.block_size + 5 * lanes + packed_size(lanes * (self.block_size - 1))
+
+    def unpack(self, packed: Tensor, bases: Sequence[int], kinds: tuple[Kind, ...], limits: tuple[int, ...]) -> DraftInputs:
+        """Views of ``pack``'s array on a device."""
+        lanes, block = len(bases), self.block_size
+        facts_size = 2 * lanes * block + 4 * lanes
+        of_batch, anchors, rows = packed.split((facts_size, lanes, packed.shape[0] - facts_size - lanes))
+        batch = unpack("decode", of_batch, [block] * lanes, bases, lanes * block, lanes)
+        return DraftInputs(batch, anchors, SamplingRows.unpack(rows, kinds, limits))

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
-from paceline.sampling import SamplingRows
+from paceline.sampling import Kind, SamplingRows, pack_rows
+from paceline.transfer import to_device
 from paceline.types import Request
 
+Draw = tuple[Request, int]
+"""Who draws a token, and its absolute index in the sequence."""
 
-def sampling_rows(draws: Sequence[tuple[Request, int]], device: torch.device) -> SamplingRows:
-    """One row per (request, absolute index of the token being drawn)."""
+
+def pack_draws(draws: Sequence[Draw]) -> tuple[np.ndarray, tuple[Kind, ...], tuple[int, ...]]:
+    """What ``SamplingRows.unpack`` reads once it is on a device."""
     requests = [request for request, _ in draws]
-    return SamplingRows.from_lists(
+    return pack_rows(
         temperature=[request.temperature for request in requests],
         top_k=[request.top_k for request in requests],
         top_p=[request.top_p for request in requests],
@@ -21,5 +26,10 @@ def sampling_rows(draws: Sequence[tuple[Request, int]], device: torch.device) ->
         seed=[request.seed for request in requests],
         choice=[0] * len(requests),
         position=[position for _, position in draws],
-        device=device,
     )
+
+
+def sampling_rows(draws: Sequence[Draw], device: torch.device) -> SamplingRows:
+    """One row per draw."""
+    packed, kinds, limits = pack_draws(draws)
+    return SamplingRows.unpack(to_device(packed, device), kinds, limits)

@@ -1,108 +1,143 @@
-"""Executes a round: draft, verify, sample, accept, prefill, commit. The only place where the models run."""
+"""Executes a round: draft, verify, sample, accept, prefill, commit. The only place where the models run.
+
+Nothing waits for the device before the round's results are read, in one copy.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor
 
-from paceline.accept import accept
+from paceline.accept import Verdict, accept
+from paceline.engine.decode import DecodeInputs, decode_inputs, verify_forward
 from paceline.engine.drafting import Drafter
+from paceline.engine.graphs import CapturedVerify, Graphs
 from paceline.engine.plan import PrefillSpan, Round, RoundFailed, RoundResult, RoundTimes, VerifySpan
 from paceline.engine.rows import sampling_rows
+from paceline.engine.synthetic import SyntheticAcceptance
 from paceline.models.qwen35 import Qwen35
 from paceline.sampling import pick
-from paceline.state.pool import Half, SpanRows, StatePool, Txn
+from paceline.state.pool import SpanRows, StatePool, Txn
 
 
 class Runner:
-    def __init__(self, target: Qwen35, drafter: Drafter | None, pool: StatePool) -> None:
+    def __init__(
+        self,
+        target: Qwen35,
+        drafter: Drafter | None,
+        pool: StatePool,
+        *,
+        graphs: Graphs | None = None,
+        synthetic: SyntheticAcceptance | None = None,
+        nvtx: bool = False,
+    ) -> None:
+        """``graphs`` are captured decode forwards, run where one fits; ``synthetic`` replaces acceptance, in benchmarks
+        only; ``nvtx`` marks the stages of a round for a profiler."""
         self.target, self.drafter, self.pool = target, drafter, pool
+        self.graphs, self.synthetic, self.nvtx = graphs, synthetic, nvtx
 
     @torch.inference_mode()
     def run(self, round: Round) -> RoundResult:
         """One transaction. On any exception but a lost device the state is as before and ``RoundFailed`` tells the stage."""
-        clock, txn = _Clock(), None
+        clock, txn = _Clock(self.pool.device, self.nvtx), None
         try:
-            txn = self.pool.begin([*map(_verify_rows, round.verify), *map(_prompt_rows, round.prefill)])
+            spans = [*map(_verify_rows, round.verify), *map(_prompt_rows, round.prefill)]
+            captured = self.graphs.verify(round.verify) if self.graphs and round.verify else None
+            inputs = captured.inputs if captured else self._inputs(round.verify)
+            txn = self.pool.begin(spans, inputs.half if inputs else None)
             with clock.stage("draft"):
-                drafts = self._draft(round.verify, txn)
+                drafts = self._draft(round.verify)
             with clock.stage("verify"):
-                verdicts = self._verify(round.verify, drafts, txn)
+                verdict = self._verify(round.verify, inputs, drafts, captured)
             with clock.stage("prefill"):
                 first = self._prefill(round.prefill, txn)
             with clock.stage("commit"):
-                keep = [len(tokens) for tokens in verdicts] + [span.length for span in round.prefill]
-                self.pool.commit(txn, keep)
+                self.pool.apply(txn, verdict.keep)
+                tokens, firsts = _read(round, verdict, first)
+                self.pool.settle(txn, [*map(len, tokens), *(span.length for span in round.prefill)])
         except Exception as cause:
             if txn is not None:
                 self.pool.abort(txn)
             if isinstance(cause, torch.AcceleratorError):
                 raise  # the device is lost, and with it the state of every lane: the engine ends
             raise RoundFailed(clock.current, cause) from cause
-        return RoundResult(tuple(verdicts), tuple(first), RoundTimes(**clock.seconds))
+        return RoundResult(tokens, firsts, clock.times())
 
-    def _draft(self, spans: tuple[VerifySpan, ...], txn: Txn) -> Tensor | None:
-        """Drafts [L, B - 1] of the lanes that speculate in this round."""
+    def _draft(self, spans: tuple[VerifySpan, ...]) -> Tensor | None:
+        """Drafts [D, B - 1] of the lanes that speculate in this round."""
         drafting = [span for span in spans if span.drafts]
         if not drafting:
             return None
         assert self.drafter is not None, "drafts planned without a drafter"
-        return self.drafter.propose(drafting, self.pool, txn)
+        captured = self.graphs.draft(drafting) if self.graphs else None
+        return captured if captured is not None else self.drafter.propose(drafting, self.pool)
 
-    def _verify(self, spans: tuple[VerifySpan, ...], drafts: Tensor | None, txn: Txn) -> list[tuple[int, ...]]:
-        """One packed forward over [anchor, drafts …] of every decoding lane; the tokens each lane yields."""
-        half = txn.decode
-        if half is None:
-            return []
-        proposals = self._proposals(spans, drafts)
-        tokens = torch.cat([row[: span.length] for span, row in zip(spans, proposals, strict=True)])
-        hidden = self._forward(tokens, half)
+    def _inputs(self, spans: tuple[VerifySpan, ...]) -> DecodeInputs | None:
+        return decode_inputs(spans, self.drafter.block_size if self.drafter else 1, self.pool) if spans else None
+
+    def _verify(
+        self,
+        spans: tuple[VerifySpan, ...],
+        inputs: DecodeInputs | None,
+        drafts: Tensor | None,
+        captured: CapturedVerify | None,
+    ) -> Verdict:
+        """One packed forward over [anchor, drafts …] of every decoding lane; what each lane keeps and yields."""
+        if inputs is None:
+            none = torch.zeros(0, dtype=torch.long, device=self.pool.device)
+            return Verdict(none, none.view(0, 1), none)
+        if captured is not None:
+            tokens, logits = captured.run(drafts)
+        else:
+            tokens = inputs.tokens(drafts)
+            logits = verify_forward(self.target, self.drafter, tokens, inputs.half)
         draws = [(span.request, span.start + row + 1) for span in spans for row in range(span.length)]
-        picks = pick(self.target.logits(hidden), sampling_rows(draws, hidden.device))
-        width = max(span.length for span in spans)
-        grid = picks.new_full((len(spans), width), -1)
-        offsets = torch.arange(width, device=picks.device)
-        lengths = torch.tensor([span.length for span in spans], device=picks.device)
-        grid[offsets < lengths.unsqueeze(1)] = picks
-        verdict = accept(proposals[:, 1:width], lengths - 1, grid)
-        return [tuple(row[:keep]) for row, keep in zip(verdict.tokens.tolist(), verdict.keep.tolist(), strict=True)]
+        picks = pick(logits[: len(draws)], sampling_rows(draws, logits.device))
+        return self._accept(spans, inputs, tokens, picks)
 
-    def _proposals(self, spans: tuple[VerifySpan, ...], drafts: Tensor | None) -> Tensor:
-        """[L, B] anchor and drafts per lane; lanes that do not speculate have padding behind the anchor."""
-        device = self.pool.device
-        rows = torch.full((len(spans), 1 + (drafts.shape[1] if drafts is not None else 0)), -1, device=device)
-        rows[:, 0] = torch.tensor([span.anchor for span in spans], device=device)
-        if drafts is not None:
-            rows[torch.tensor([span.drafts > 0 for span in spans], device=device), 1:] = drafts
-        return rows
+    def _accept(self, spans: Sequence[VerifySpan], inputs: DecodeInputs, tokens: Tensor, picks: Tensor) -> Verdict:
+        batch = inputs.half.batch
+        rows = torch.arange(max(span.length for span in spans), device=picks.device)
+        at = (batch.starts.unsqueeze(1) + rows).clamp(max=picks.shape[0] - 1)
+        drafts = tokens[at[:, 1:]]
+        if self.synthetic is not None:
+            return self.synthetic.accept(spans, drafts, picks[at])
+        verdict = accept(drafts, batch.span_lengths - 1, picks[at])
+        return verdict._replace(keep=verdict.keep.minimum(batch.span_lengths))  # the padding keeps nothing
 
-    def _prefill(self, spans: tuple[PrefillSpan, ...], txn: Txn) -> list[int | None]:
-        """One packed forward over the prompt chunks; the first token of each prompt that ends here."""
+    def _prefill(self, spans: tuple[PrefillSpan, ...], txn: Txn) -> Tensor | None:
+        """One packed forward over the prompt chunks; the first tokens [F] of the prompts that end here."""
         half = txn.prefill
         if half is None:
-            return []
+            return None
         tokens = torch.tensor([token for span in spans for token in span.tokens], device=self.pool.device)
-        hidden = self._forward(tokens, half)
-        final = [index for index, span in enumerate(spans) if span.final]
-        first: list[int | None] = [None] * len(spans)
-        if final:
-            rows = half.batch.last_rows()[torch.tensor(final, device=hidden.device)]
-            draws = [(spans[index].request, len(spans[index].request.prompt)) for index in final]
-            picks = pick(self.target.logits(hidden[rows]), sampling_rows(draws, hidden.device))
-            for index, token in zip(final, picks.tolist(), strict=True):
-                first[index] = token
-        return first
-
-    def _forward(self, tokens: Tensor, half: Half) -> Tensor:
         taps = self.drafter.taps if self.drafter else ()
         hidden, features = self.target(tokens, half.batch, half.target, taps)
         if self.drafter is not None and features is not None:
             self.drafter.project(features, half.batch, half.context)
-        return hidden
+        final = [index for index, span in enumerate(spans) if span.final]
+        if not final:
+            return None
+        last = half.batch.starts + half.batch.span_lengths - 1
+        rows = last[torch.tensor(final, device=last.device)]
+        draws = [(spans[index].request, len(spans[index].request.prompt)) for index in final]
+        return pick(self.target.logits(hidden.rows(rows)), sampling_rows(draws, rows.device))
+
+
+def _read(
+    round: Round, verdict: Verdict, first: Tensor | None
+) -> tuple[tuple[tuple[int, ...], ...], tuple[int | None, ...]]:
+    """The round's only copy from the device: tokens per verify span, first token per prefill span (None: not its last)."""
+    spans, width = len(round.verify), verdict.tokens.shape[1]
+    parts = [verdict.keep[:spans], verdict.tokens[:spans].flatten(), *(() if first is None else (first,))]
+    read = torch.cat(parts).tolist()
+    keep, grid, firsts = read[:spans], read[spans : spans * (1 + width)], iter(read[spans * (1 + width) :])
+    tokens = tuple(tuple(grid[i * width : i * width + kept]) for i, kept in enumerate(keep))
+    return tokens, tuple(next(firsts) if span.final else None for span in round.prefill)
 
 
 def _verify_rows(span: VerifySpan) -> SpanRows:
@@ -114,15 +149,39 @@ def _prompt_rows(span: PrefillSpan) -> SpanRows:
 
 
 class _Clock:
-    """Seconds per stage of a round, and the stage it is in."""
+    """Seconds per stage of a round, and the stage it is in. A GPU runs behind the host and takes its own times."""
 
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
+    def __init__(self, device: torch.device, nvtx: bool) -> None:
         self.current = "begin"
+        self._on_gpu, self._nvtx = device.type == "cuda", nvtx
+        self._marks: dict[str, tuple[_Mark, _Mark]] = {}
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         self.current = name
-        start = time.perf_counter()
-        yield
-        self.seconds[name] = time.perf_counter() - start
+        begin = self._mark()
+        with torch.cuda.nvtx.range(name) if self._nvtx else nullcontext():
+            yield
+        self._marks[name] = begin, self._mark()
+
+    def times(self) -> RoundTimes:
+        """Waits for the device."""
+        return RoundTimes(**{name: _seconds(begin, end) for name, (begin, end) in self._marks.items()})
+
+    def _mark(self) -> _Mark:
+        if not self._on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+_Mark = float | torch.cuda.Event
+
+
+def _seconds(begin: _Mark, end: _Mark) -> float:
+    if isinstance(begin, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
+        end.synchronize()
+        return begin.elapsed_time(end) / 1000.0
+    assert isinstance(begin, float) and isinstance(end, float)
+    return end - begin

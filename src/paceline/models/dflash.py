@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from paceline.batch import PackedBatch
 from paceline.config import DrafterConfig
-from paceline.models.layers import MLP, Embedding, Linear, RMSNorm, parameter
+from paceline.models.layers import MLP, Embedding, Linear, RMSNorm, Siblings, finish, operand_type, parameter
 from paceline.ops.activation import softcap
-from paceline.ops.attention import attention
+from paceline.ops.attention import attention, attention_inputs
 from paceline.ops.conv import dynamic_conv
-from paceline.ops.kv import write_rows
+from paceline.ops.linear import Rows
 from paceline.ops.rope import RopeTable, apply_rope
 from paceline.ops.selector import selector_walk
 from paceline.ops.topk import top_k
@@ -45,12 +45,11 @@ class DFlash(nn.Module):
         if config.own_head_rows:
             self.lm_head = Linear(hidden, config.own_head_rows, dtype, dense_dtype=torch.float32)
         self.rope: RopeTable | None = None
+        self.operand = operand_type(dtype)
 
     def finish(self, max_positions: int) -> None:
         """After loading: pack the products and make the rotary table for positions below ``max_positions``."""
-        for module in self.modules():
-            if isinstance(module, Linear):
-                module.pack()
+        finish(self)
         config, device = self.config, self.norm.weight.device
         self.rope = RopeTable(max_positions, config.head_dim, config.rope_theta, config.rope_scaling, device)
 
@@ -58,10 +57,10 @@ class DFlash(nn.Module):
         """Stage the context K/V rows of features [N, taps * H] for each layer; nothing is attended here."""
         assert self.rope is not None, "finish() has not been called"
         angles = self.rope.at(batch.positions)
-        context = self.hidden_norm(self.fc(features, batch.kind))
+        _, context = self.hidden_norm.after(self.fc(features, batch.kind), None, self.operand)
         for layer, view in zip(self.layers, views, strict=True):
             assert isinstance(layer, Layer)
-            view.stage(*layer.self_attn.keys_values(context, angles, batch.kind))
+            view.stage(*layer.self_attn.context(context, angles, batch.kind))
 
     def hidden(self, anchors: Tensor, embed: Embedding, batch: PackedBatch, views: list[AttentionView]) -> Tensor:
         """Final hidden states [L, B, H] of one block per lane; anchors [L], ``batch`` has L spans of B rows."""
@@ -191,21 +190,20 @@ class Attention(nn.Module):
         self.o_proj = Linear(self.heads * self.head_dim, config.hidden_size, dtype)
         self.q_norm = RMSNorm(self.head_dim, config.rms_eps)
         self.k_norm = RMSNorm(self.head_dim, config.rms_eps)
+        self.kv = Siblings(self.k_proj, self.v_proj)
 
-    def keys_values(self, n: Tensor, angles: Angles, kind: RowKind) -> tuple[Tensor, Tensor]:
-        """K (normed, rotated) and V [N, Hkv, D] of rows n [N, H], for context and block rows alike."""
-        k = self.k_proj(n, kind).unflatten(-1, (self.kv_heads, self.head_dim))
-        v = self.v_proj(n, kind).unflatten(-1, (self.kv_heads, self.head_dim))
+    def context(self, n: Tensor | Rows, angles: Angles, kind: RowKind) -> tuple[Tensor, Tensor]:
+        """K (normed, rotated) and V [N, Hkv, D] of context rows n [N, H]."""
+        k, v = (x.unflatten(-1, (self.kv_heads, self.head_dim)) for x in self.kv(n, kind))
         return apply_rope(self.k_norm(k), angles), v
 
     def forward(self, n: Tensor, angles: Angles, batch: PackedBatch, view: AttentionView) -> Tensor:
         # Block rows are written behind the committed context, where only their own block sees them and where the next
         # committed rows overwrite them.
-        k, v = self.keys_values(n, angles, batch.kind)
-        write_rows(view.k, view.slots, k)
-        write_rows(view.v, view.slots, v)
         q = self.q_proj(n, batch.kind).unflatten(-1, (self.heads, self.head_dim))
-        q = apply_rope(self.q_norm(q), angles)
+        k, v = (x.unflatten(-1, (self.kv_heads, self.head_dim)) for x in self.kv(n, batch.kind))
+        norms = (self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
+        q = attention_inputs(q, k, v, *norms, angles, view.k, view.v, batch.slots(view.page_table))
         o = attention(
             q,
             view.k,

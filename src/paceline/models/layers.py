@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from paceline.ops.activation import swiglu
-from paceline.ops.linear import PackedWeight, TiledWeight, linear, pack
-from paceline.ops.norm import rms_norm
+from paceline.ops.linear import Merged, PackedWeight, Rows, TiledWeight, linear, linears, merge, pack
+from paceline.ops.norm import add_rms_norm, rms_norm
 from paceline.ops.quant import QuantTensor, dequantize_rows
 from paceline.types import RowKind
 
@@ -15,6 +15,11 @@ from paceline.types import RowKind
 def parameter(*shape: int, dtype: torch.dtype = torch.float32) -> nn.Parameter:
     """A parameter without storage, to be filled by the loader."""
     return nn.Parameter(torch.empty(*shape, dtype=dtype, device="meta"), requires_grad=False)
+
+
+def operand_type(dtype: torch.dtype) -> torch.dtype:
+    """What a GPU's products of type ``dtype`` multiply: all 16-bit ones are of float16."""
+    return torch.float32 if dtype == torch.float32 else torch.float16
 
 
 class Linear(nn.Module):
@@ -37,9 +42,43 @@ class Linear(nn.Module):
             self.packed = pack(self.weight)
             del self.weight
 
-    def forward(self, x: Tensor, kind: RowKind) -> Tensor:
+    def forward(self, x: Tensor | Rows, kind: RowKind) -> Tensor:
         assert self.packed is not None, "pack() has not been called"
         return linear(x, self.packed, kind)
+
+
+class Siblings:
+    """Linear modules that share their input, as few products as possible. It is no module itself: the members stay where the
+    checkpoint has them, but hand over their weights."""
+
+    def __init__(self, *members: Linear) -> None:
+        self._members = members
+        self._merged: Merged | None = None
+
+    def merge(self) -> None:
+        """Once after the members have been packed."""
+        weights = []
+        for member in self._members:
+            assert member.packed is not None, "pack() has not been called"
+            weights.append(member.packed)
+            member.packed = None
+        self._merged = merge(weights)
+
+    def __call__(self, x: Tensor | Rows, kind: RowKind) -> list[Tensor]:
+        """[N, in] -> a tensor [N, out] of each member, in order."""
+        assert self._merged is not None, "merge() has not been called"
+        return linears(x, self._merged, kind)
+
+
+def finish(module: nn.Module) -> None:
+    """Pack every product of a loaded model, then merge siblings."""
+    for part in module.modules():
+        if isinstance(part, Linear):
+            part.pack()
+    for part in module.modules():
+        for value in vars(part).values():
+            if isinstance(value, Siblings):
+                value.merge()
 
 
 class RMSNorm(nn.Module):
@@ -50,6 +89,10 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps)
+
+    def after(self, x: Tensor, delta: Tensor | None, operand: torch.dtype) -> tuple[Tensor, Tensor | Rows]:
+        """(x + delta, its norm as the input of products of type ``operand``)."""
+        return add_rms_norm(x, delta, self.weight, self.eps, operand)
 
 
 class Embedding(nn.Module):
@@ -85,6 +128,9 @@ class MLP(nn.Module):
         self.gate_proj = Linear(hidden, intermediate, dtype)
         self.up_proj = Linear(hidden, intermediate, dtype)
         self.down_proj = Linear(intermediate, hidden, dtype)
+        self.gate_up = Siblings(self.gate_proj, self.up_proj)
+        self.operand = operand_type(dtype)
 
-    def forward(self, x: Tensor, kind: RowKind) -> Tensor:
-        return self.down_proj(swiglu(self.gate_proj(x, kind), self.up_proj(x, kind)), kind)
+    def forward(self, x: Tensor | Rows, kind: RowKind) -> Tensor:
+        gate, up = self.gate_up(x, kind)
+        return self.down_proj(swiglu(gate, up, self.operand), kind)

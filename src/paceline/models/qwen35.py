@@ -7,20 +7,21 @@ C convolution channels. Residual stream, norms, states and logits are float32; `
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from paceline.batch import PackedBatch
 from paceline.config import TargetConfig
-from paceline.models.layers import MLP, Embedding, Linear, RMSNorm, parameter
-from paceline.ops.activation import sigmoid, softplus
-from paceline.ops.attention import attention
-from paceline.ops.conv import causal_conv
-from paceline.ops.gdn import gdn_prefill, gdn_verify
-from paceline.ops.kv import write_rows
-from paceline.ops.norm import gated_rms_norm, l2_norm
-from paceline.ops.rope import RopeTable, apply_rope
+from paceline.models.layers import MLP, Embedding, Linear, RMSNorm, Siblings, finish, operand_type, parameter
+from paceline.ops.activation import gated_heads
+from paceline.ops.attention import attention, attention_inputs
+from paceline.ops.conv import conv_history
+from paceline.ops.gdn import gdn_inputs, gdn_prefill, gdn_verify
+from paceline.ops.linear import Rows
+from paceline.ops.norm import gated_output
+from paceline.ops.rope import RopeTable
 from paceline.views import AttentionView, GdnView, TargetViews
 
 Angles = tuple[Tensor, Tensor]
@@ -37,40 +38,56 @@ class Qwen35(nn.Module):
         if config.tie_embeddings:
             del self.lm_head.weight
         self.rope: RopeTable | None = None
+        self.operand = operand_type(dtype)
 
     def finish(self, max_positions: int) -> None:
         """After loading: pack the products and make the rotary table for positions below ``max_positions``."""
         config, device = self.config, self.norm.weight.device
         if config.tie_embeddings:
             self.embed_tokens.share(self.lm_head)
+        finish(self)
         for module in self.modules():
-            if isinstance(module, Linear):
-                module.pack()
-            elif isinstance(module, GatedDeltaNet):
+            if isinstance(module, GatedDeltaNet):
                 module.head_map = module.head_map.to(device)
         self.rope = RopeTable(max_positions, config.rotary_dim, config.rope_theta, config.rope_scaling, device)
 
     def forward(
         self, token_ids: Tensor, batch: PackedBatch, views: TargetViews, taps: Sequence[int] = ()
-    ) -> tuple[Tensor, Tensor | None]:
-        """token_ids [N] -> (residual stream after the last layer [N, H], features [N, len(taps) * H] or None).
+    ) -> tuple[Hidden, Tensor | None]:
+        """token_ids [N] -> (what ``logits`` reads, features [N, len(taps) * H] or None).
 
         ``taps`` are 0-based layers whose outputs, before any norm, are the features, concatenated in the order given.
         State is read from ``views``; what this forward adds to it is left there for the pool to commit.
         """
         assert self.rope is not None, "finish() has not been called"
         angles = self.rope.at(batch.positions)
-        x = self.embed_tokens(token_ids)
+        hidden = Hidden(self.embed_tokens(token_ids))
         tapped: dict[int, Tensor] = {}
         for index, layer in enumerate(self.layers):
-            x = layer(x, angles, batch, views.layers[index])
-            if index in taps:
-                tapped[index] = x
-        return x, torch.cat([tapped[index] for index in taps], dim=-1) if taps else None
+            assert isinstance(layer, Layer)
+            x, n = layer.input_layernorm.after(*hidden, self.operand)
+            tapped[index - 1] = x
+            hidden = layer(x, n, angles, batch, views.layers[index])
+        if len(self.layers) - 1 in taps:
+            tapped[len(self.layers) - 1] = hidden.whole()
+        return hidden, torch.cat([tapped[index] for index in taps], dim=-1) if taps else None
 
-    def logits(self, x: Tensor) -> Tensor:
-        """[R, H] residual rows -> float32 [R, V]. Always the decode product, also for a prompt's last row."""
-        return self.lm_head(self.norm(x), "decode")
+    def logits(self, hidden: Hidden) -> Tensor:
+        """R rows -> float32 [R, V]. Always the decode product, also for a prompt's last row."""
+        return self.lm_head(self.norm.after(*hidden, self.operand)[1], "decode")
+
+
+class Hidden(NamedTuple):
+    """The residual stream of some rows [R, H]: ``x``, and what the last sublayer adds to it, which the next norm does."""
+
+    x: Tensor
+    delta: Tensor | None = None
+
+    def whole(self) -> Tensor:
+        return self.x if self.delta is None else self.x + self.delta
+
+    def rows(self, index: Tensor) -> Hidden:
+        return Hidden(self.x[index], None if self.delta is None else self.delta[index])
 
 
 class Layer(nn.Module):
@@ -85,15 +102,18 @@ class Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_eps)
         self.mlp = MLP(config.hidden_size, config.intermediate_size, dtype)
 
-    def forward(self, x: Tensor, angles: Angles, batch: PackedBatch, view: GdnView | AttentionView) -> Tensor:
-        n = self.input_layernorm(x)
+    def forward(
+        self, x: Tensor, n: Tensor | Rows, angles: Angles, batch: PackedBatch, view: GdnView | AttentionView
+    ) -> Hidden:
+        """The residual stream [N, H] before the layer and its norm ``n`` -> the stream behind it."""
         if isinstance(view, GdnView):
             assert self.linear_attn is not None
-            x = x + self.linear_attn(n, batch, view)
+            delta = self.linear_attn(n, batch, view)
         else:
             assert self.self_attn is not None
-            x = x + self.self_attn(n, angles, batch, view)
-        return x + self.mlp(self.post_attention_layernorm(x), batch.kind)
+            delta = self.self_attn(n, angles, batch, view)
+        x, n = self.post_attention_layernorm.after(x, delta, self.mlp.operand)
+        return Hidden(x, self.mlp(n, batch.kind))
 
 
 class GatedAttention(nn.Module):
@@ -108,17 +128,18 @@ class GatedAttention(nn.Module):
         self.o_proj = Linear(self.heads * self.head_dim, config.hidden_size, dtype)
         self.q_norm = RMSNorm(self.head_dim, config.rms_eps)
         self.k_norm = RMSNorm(self.head_dim, config.rms_eps)
+        self.qkv = Siblings(self.q_proj, self.k_proj, self.v_proj)
+        self.operand = operand_type(dtype)
 
-    def forward(self, n: Tensor, angles: Angles, batch: PackedBatch, view: AttentionView) -> Tensor:
+    def forward(self, n: Tensor | Rows, angles: Angles, batch: PackedBatch, view: AttentionView) -> Tensor:
+        q, k, v = self.qkv(n, batch.kind)
         # query and gate are interleaved per head
-        q, gate = self.q_proj(n, batch.kind).unflatten(-1, (self.heads, 2, self.head_dim)).unbind(2)
-        k = self.k_proj(n, batch.kind).unflatten(-1, (self.kv_heads, self.head_dim))
-        v = self.v_proj(n, batch.kind).unflatten(-1, (self.kv_heads, self.head_dim))
-        q, k = apply_rope(self.q_norm(q), angles), apply_rope(self.k_norm(k), angles)
-        write_rows(view.k, view.slots, k)
-        write_rows(view.v, view.slots, v)
+        q, gate = q.unflatten(-1, (self.heads, 2, self.head_dim)).unbind(2)
+        k, v = (x.unflatten(-1, (self.kv_heads, self.head_dim)) for x in (k, v))
+        norms = (self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
+        q = attention_inputs(q, k, v, *norms, angles, view.k, view.v, batch.slots(view.page_table))
         o = attention(q, view.k, view.v, view.page_table, batch, scale=self.head_dim**-0.5, causal=True)
-        return self.o_proj((o * sigmoid(gate)).flatten(1), batch.kind)
+        return self.o_proj(gated_heads(o, gate, self.operand), batch.kind)
 
 
 class GatedDeltaNet(nn.Module):
@@ -137,25 +158,20 @@ class GatedDeltaNet(nn.Module):
         self.dt_bias = parameter(self.value_heads)
         self.norm = RMSNorm(self.value_dim, config.rms_eps)
         self.out_proj = Linear(inner, hidden, dtype)
+        self.in_proj = Siblings(self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a)
+        self.operand = operand_type(dtype)
 
-    def forward(self, n: Tensor, batch: PackedBatch, view: GdnView) -> Tensor:
-        raw = self.in_proj_qkv(n, batch.kind)
-        mixed = causal_conv(raw, view.history, self.conv1d.weight, batch)
-        keys = self.key_heads * self.key_dim
-        q, k, v = mixed.split((keys, keys, self.value_heads * self.value_dim), dim=-1)
-        q = l2_norm(q.unflatten(-1, (self.key_heads, self.key_dim))) * self.key_dim**-0.5
-        k = l2_norm(k.unflatten(-1, (self.key_heads, self.key_dim)))
-        v = v.unflatten(-1, (self.value_heads, self.value_dim))
-        beta = sigmoid(self.in_proj_b(n, batch.kind))
-        g = self.A * softplus(self.in_proj_a(n, batch.kind) + self.dt_bias)
-        if batch.kind == "decode":
-            o, d = gdn_verify(q, k, v, beta, g, view.state, self.head_map, batch)
-            view.log(raw, k, d, g)
+    def forward(self, n: Tensor | Rows, batch: PackedBatch, view: GdnView) -> Tensor:
+        raw, z, b, a = self.in_proj(n, batch.kind)
+        facts = (view.history, self.conv1d.weight, self.A, self.dt_bias, self.key_heads, self.key_dim, batch)
+        inputs = gdn_inputs(raw, b, a, *facts, view.log)
+        if view.log is not None:
+            o, _ = gdn_verify(*inputs, view.state, self.head_map, batch, view.log.d)
         else:
-            o, state = gdn_prefill(q, k, v, beta, g, view.state, self.head_map, batch)
-            view.advance(raw, state)
-        z = self.in_proj_z(n, batch.kind).unflatten(-1, (self.value_heads, self.value_dim))
-        return self.out_proj(gated_rms_norm(o, z, self.norm.weight, self.norm.eps).flatten(1), batch.kind)
+            o, state = gdn_prefill(*inputs, view.state, self.head_map, batch)
+            view.advance(state, conv_history(raw, view.history, batch.span_lengths, batch))
+        z = z.unflatten(-1, (self.value_heads, self.value_dim))
+        return self.out_proj(gated_output(o, z, self.norm.weight, self.norm.eps, self.operand), batch.kind)
 
 
 class Conv1d(nn.Module):

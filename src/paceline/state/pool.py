@@ -10,16 +10,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from paceline.batch import PackedBatch, pack
 from paceline.config import CHUNK_SIZE, PAGE_SIZE
-from paceline.ops.conv import conv_history
-from paceline.ops.gdn import gdn_replay
+from paceline.ops.conv import advance_history
+from paceline.ops.gdn import ReplayLog, gdn_replay
 from paceline.ops.kv import PagedTensor, allocate_pages, write_rows
 from paceline.state.pages import DUMMY_PAGE, PageAllocator
 from paceline.state.shapes import StateShape, pages_for
+from paceline.transfer import to_device
 from paceline.types import RowKind
 from paceline.views import AttentionView, ContextView, GdnView, TargetViews
 
@@ -37,9 +39,8 @@ class SpanRows:
 
 @dataclass(slots=True)
 class Half:
-    """The spans of one kind in a transaction: their batch, and the views that a forward reads and fills."""
+    """The spans of one kind in a transaction as a forward sees them: their batch, and the views that it reads and fills."""
 
-    spans: tuple[SpanRows, ...]
     batch: PackedBatch
     target: TargetViews
     context: list[ContextView]
@@ -53,25 +54,8 @@ class Txn:
     decode: Half | None = None
     prefill: Half | None = None
 
-
-@dataclass(frozen=True, slots=True)
-class _Replay:
-    """Rows for every Gated-DeltaNet layer: k [layers, N, Hk, Dk], d [layers, N, Hv, Dv], g [layers, N, Hv]."""
-
-    k: Tensor
-    d: Tensor
-    g: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class _Advance:
-    """What the lanes of a batch become with its first ``keep`` [S] rows: their convolution history [layers, S, w-1, C], and
-    their recurrent state, either [layers, S, Hv, Dk, Dv] or by a log."""
-
-    batch: PackedBatch
-    keep: Tensor
-    history: Tensor
-    state: Tensor | _Replay
+    def of_kind(self, kind: RowKind) -> tuple[SpanRows, ...]:
+        return tuple(span for span in self.spans if span.kind == kind)
 
 
 @dataclass(slots=True)
@@ -85,8 +69,9 @@ class _Lane:
 
 
 class StatePool:
-    def __init__(self, shape: StateShape, head_map: Tensor, device: torch.device) -> None:
-        """``head_map`` [Hv]: the key head of each Gated-DeltaNet value head."""
+    def __init__(self, shape: StateShape, head_map: Tensor, device: torch.device, verify_rows: int | None = None) -> None:
+        """``head_map`` [Hv]: the key head of each Gated-DeltaNet value head. ``verify_rows``: the widest verify span, by
+        default the drafter's block."""
         self.shape, self.device, self.head_map = shape, device, head_map.to(device)
         target, drafter = shape.target, shape.drafter
         self.allocator = PageAllocator(shape.pages)
@@ -99,9 +84,17 @@ class StatePool:
         kv = (shape.pages + 1, target.num_kv_heads, target.head_dim, device)
         self.k = [allocate_pages(shape.cache_type_k, *kv) for _ in self._attention]
         self.v = [allocate_pages(shape.cache_type_v, *kv) for _ in self._attention]
+        lanes, layers = shape.lanes + 1, len(self._gdn)  # the last lane is nobody's: the padding of a batch is of it
         heads, dk, dv = target.gdn_value_heads, target.gdn_key_dim, target.gdn_value_dim
-        self.gdn = torch.zeros(len(self._gdn), shape.lanes, heads, dk, dv, device=device)
-        self.history = torch.zeros(len(self._gdn), shape.lanes, target.conv_kernel - 1, target.conv_channels, device=device)
+        self.gdn = torch.zeros(layers, lanes, heads, dk, dv, device=device)
+        self.history = torch.zeros(layers, lanes, target.conv_kernel - 1, target.conv_channels, device=device)
+        rows = shape.lanes * (verify_rows or max(1, shape.draft_rows)) + 1
+        self.log = ReplayLog(
+            torch.zeros(layers, rows, target.conv_channels, device=device),
+            torch.zeros(layers, rows, target.gdn_key_heads, dk, device=device),
+            torch.zeros(layers, rows, heads, dv, device=device),
+            torch.zeros(layers, rows, heads, device=device),
+        )
         self.draft_k: list[PagedTensor] = []
         self.draft_v: list[PagedTensor] = []
         for sliding in drafter.sliding if drafter else ():
@@ -110,6 +103,11 @@ class StatePool:
             kv = (pages, drafter.num_kv_heads, drafter.head_dim, device)
             self.draft_k.append(allocate_pages(shape.draft_cache_type, *kv))
             self.draft_v.append(allocate_pages(shape.draft_cache_type, *kv))
+        # pages of every PAGE_SIZE positions of every lane: the allocator's, kept on both sides, and the rings'
+        width = pages_for(shape.max_ctx + shape.draft_rows)
+        self._table = np.full((lanes, width), DUMMY_PAGE, np.int32)
+        self.table = to_device(self._table, device)
+        self.ring_table = to_device(_rings(shape, width), device)
 
     # -- lanes ---------------------------------------------------------------------------------------------------------
 
@@ -132,6 +130,7 @@ class StatePool:
     def release(self, lane: int) -> None:
         assert self._open is None, "release inside a transaction"
         self.allocator.give_back(self._lanes.pop(lane).pages)
+        self._table[lane] = DUMMY_PAGE
         self._free_lanes.append(lane)
 
     def committed(self, lane: int) -> int:
@@ -139,14 +138,16 @@ class StatePool:
 
     # -- the transaction -----------------------------------------------------------------------------------------------
 
-    def begin(self, spans: Sequence[SpanRows]) -> Txn:
-        """Reserve pages for every row of the round and hand out its views. Nothing committed changes."""
+    def begin(self, spans: Sequence[SpanRows], decode: Half | None = None) -> Txn:
+        """Reserve pages for every row of the round and hand out its views. Nothing committed changes. ``decode`` is the
+        decode spans' half where the caller has one."""
         assert self._open is None, "a transaction is open"
         self._open = txn = Txn(tuple(spans))
         try:
             for span in spans:
                 self._reserve(span)
-            txn.decode, txn.prefill = self._half("decode"), self._half("prefill")
+            self.table = to_device(self._table, self.device, self.table)
+            txn.decode, txn.prefill = decode or self._half("decode"), self._half("prefill")
         except Exception:
             self.abort(txn)
             raise
@@ -161,25 +162,39 @@ class StatePool:
         missing = min(self.shape.reserve(span.start + span.length), pages_for(span.start + rows)) - len(lane.pages)
         assert len(lane.pages) + missing <= lane.reserved, "a lane outgrew its reservation"
         lane.pages += self.allocator.take(max(0, missing))
+        self._table[span.lane, : len(lane.pages)] = lane.pages
 
     def commit(self, txn: Txn, keep: Sequence[int]) -> None:
         """Make the first ``keep[i]`` rows of span i part of its lane's state, everything together."""
         assert txn is self._open, "not the open transaction"
-        kept = dict(zip(txn.spans, keep, strict=True))
-        assert all(1 <= kept[span] <= span.length for span in txn.spans), "keep outside 1 … length"
-        if txn.prefill:
-            assert all(kept[span] == span.length for span in txn.prefill.spans), "prompt rows are always kept"
+        _check_keep(txn, keep)
+        of_decode = [rows for span, rows in zip(txn.spans, keep, strict=True) if span.kind == "decode"]
+        self.apply(txn, torch.tensor(of_decode, dtype=torch.long, device=self.device))
+        self.settle(txn, keep)
+
+    def apply(self, txn: Txn, keep: Tensor) -> None:
+        """The part of ``commit`` that runs on the device: ``keep`` [S] of the decode spans. ``settle`` must follow."""
+        assert txn is self._open, "not the open transaction"
         # First all that computes, and may therefore fail; what it overwrites, a retry of the round overwrites again. Then
         # the replay, which changes every lane or none, and after it nothing but copies into place.
-        advanced = []
-        for half in filter(None, (txn.decode, txn.prefill)):
-            keeps = [kept[span] for span in half.spans]
-            advanced.append(self._advanced(half, torch.tensor(keeps, device=self.device)))
-            self._write_context(half, keeps)
-        for advance in advanced:
-            self._apply(advance)
-        for span in txn.spans:
-            self._lanes[span.lane].committed += kept[span]
+        if txn.decode:
+            self._write_context(txn.decode, keep)
+        if txn.prefill:
+            self._write_context(txn.prefill, txn.prefill.batch.span_lengths)
+        advanced = _new_states(txn.prefill) if txn.prefill else None
+        if txn.decode:
+            batch = txn.decode.batch
+            gdn_replay(self.gdn, self.log.k, self.log.d, self.log.g, keep, self.head_map, batch)
+            advance_history(self.history, self.log.raw, keep, batch)
+        if txn.prefill and advanced:
+            self.gdn[:, txn.prefill.batch.lanes], self.history[:, txn.prefill.batch.lanes] = advanced
+
+    def settle(self, txn: Txn, keep: Sequence[int]) -> None:
+        """The part of ``commit`` that is bookkeeping: what ``apply`` was told, on the host, for every span."""
+        assert txn is self._open, "not the open transaction"
+        _check_keep(txn, keep)
+        for span, rows in zip(txn.spans, keep, strict=True):
+            self._lanes[span.lane].committed += rows
         self._close()
 
     def abort(self, txn: Txn) -> None:
@@ -195,94 +210,60 @@ class StatePool:
             used = pages_for(lane.committed)
             self.allocator.give_back(lane.pages[used:])
             del lane.pages[used:]
+            self._table[span.lane, used:] = DUMMY_PAGE
         self._open = None
 
-    def _advanced(self, half: Half, keep: Tensor) -> _Advance:
-        views = [view for view in half.target.layers if isinstance(view, GdnView)]
-        history = []
-        for view in views:
-            assert view.raw is not None, "the forward left no inputs"
-            history.append(conv_history(view.raw, view.history, keep, half.batch))
-        state = _new_states(views) if half.batch.kind == "prefill" else _logs(views)
-        return _Advance(half.batch, keep, torch.stack(history), state)
-
-    def _apply(self, to: _Advance) -> None:
-        lanes = to.batch.lanes
-        if isinstance(to.state, _Replay):
-            gdn_replay(self.gdn, to.state.k, to.state.d, to.state.g, to.keep, self.head_map, to.batch)
-        else:
-            self.gdn[:, lanes] = to.state
-        self.history[:, lanes] = to.history
-
-    def _write_context(self, half: Half, keep: list[int]) -> None:
-        """Store the kept drafter context rows; of a run longer than the ring only the last ring's worth."""
-        drafter = self.shape.drafter
-        if drafter is None:
+    def _write_context(self, half: Half, keep: Tensor) -> None:
+        """Store the drafter context rows among the first ``keep`` [S] of each span; the others go to the dummy page, and so
+        do, in a run longer than the ring, all but the last ring's worth."""
+        drafter, batch = self.shape.drafter, half.batch
+        if drafter is None or not half.context:
             return
-        ring = self.shape.ring_pages * PAGE_SIZE
+        behind = batch.row_offsets() - keep[batch.row_span]  # negative in rows that are kept
         for layer, view in enumerate(half.context):
             assert view.k is not None and view.v is not None, "the forward left no drafter context"
             sliding = drafter.sliding[layer]
-            rows: list[Tensor] = []
-            for rows_kept, offset in zip(keep, half.batch.offsets, strict=True):
-                first = max(0, rows_kept - ring) if sliding else 0
-                rows.append(torch.arange(offset + first, offset + rows_kept))
-            at = torch.cat(rows).to(self.device)
-            table = self._page_table(half.spans, sliding)
-            slots = _slots(table, half.batch.row_span[at], half.batch.positions[at])
-            write_rows(self.draft_k[layer], slots, view.k[at])
-            write_rows(self.draft_v[layer], slots, view.v[at])
+            key = ("kept slots", sliding)
+            if key not in batch.plans:
+                stored = (behind < 0) & (behind >= -self.shape.ring_pages * PAGE_SIZE) if sliding else behind < 0
+                slots = batch.slots(self.ring_table if sliding else self.table)
+                batch.plans[key] = torch.where(stored, slots, DUMMY_PAGE * PAGE_SIZE)
+            write_rows(self.draft_k[layer], batch.plans[key], view.k)
+            write_rows(self.draft_v[layer], batch.plans[key], view.v)
 
     # -- views ---------------------------------------------------------------------------------------------------------
 
     def _half(self, kind: RowKind) -> Half | None:
         assert self._open is not None
-        spans = tuple(span for span in self._open.spans if span.kind == kind)
+        spans = self._open.of_kind(kind)
         if not spans:
             return None
-        batch = self._pack(kind, spans, [span.length for span in spans])
-        table = self._page_table(spans, sliding=False)
-        slots = _slots(table, batch.row_span, batch.positions)
+        lengths, starts, lanes = zip(*((span.length, span.start, span.lane) for span in spans), strict=True)
+        return self.half(pack(kind, lengths, starts, self.device, lanes))
+
+    def half(self, batch: PackedBatch) -> Half:
+        """Views for a forward over ``batch``. Those of a decode batch stay valid as long as the pool lives."""
         layers: list[AttentionView | GdnView] = []
         attention, gdn = iter(zip(self.k, self.v, strict=True)), iter(range(len(self._gdn)))
         for layer_type in self.shape.target.layer_types:
             if layer_type == "attention":
-                k, v = next(attention)
-                layers.append(AttentionView(k, v, table, slots))
+                layers.append(AttentionView(*next(attention), self.table))
             else:
                 index = next(gdn)
-                layers.append(GdnView(self.gdn[index], self.history[index]))
-        return Half(spans, batch, TargetViews(layers), [ContextView() for _ in self.draft_k])
+                log = ReplayLog(*(part[index] for part in self.log)) if batch.kind == "decode" else None
+                layers.append(GdnView(self.gdn[index], self.history[index], log))
+        return Half(batch, TargetViews(layers), [ContextView() for _ in self.draft_k])
 
-    def draft_block(self, txn: Txn) -> tuple[PackedBatch, list[AttentionView]]:
-        """Batch and views of one drafter block behind the committed context of each drafting lane of the round."""
-        assert txn is self._open and self.shape.drafter is not None
-        spans = tuple(span for span in txn.spans if span.drafting)
-        rows = self.shape.draft_rows
-        batch = self._pack("decode", spans, [rows] * len(spans))
-        tables = {sliding: self._page_table(spans, sliding) for sliding in set(self.shape.drafter.sliding)}
-        slots = {sliding: _slots(table, batch.row_span, batch.positions) for sliding, table in tables.items()}
-        views = [
-            AttentionView(self.draft_k[layer], self.draft_v[layer], tables[sliding], slots[sliding])
-            for layer, sliding in enumerate(self.shape.drafter.sliding)
-        ]
-        return batch, views
+    @property
+    def spare_lane(self) -> int:
+        """The lane of padding: its state is nobody's and its only page is the dummy."""
+        return self.shape.lanes
 
-    def _pack(self, kind: RowKind, spans: Sequence[SpanRows], lengths: list[int]) -> PackedBatch:
-        return pack(kind, lengths, [span.start for span in spans], self.device, [span.lane for span in spans])
-
-    def _page_table(self, spans: Sequence[SpanRows], sliding: bool) -> Tensor:
-        """[S, P]: the page of each PAGE_SIZE positions of each span's lane; rings repeat their pages."""
-        width = max(pages_for(span.start + max(span.length, self.shape.draft_rows)) for span in spans)
-        if sliding:
-            ring = self.shape.ring_pages
-            first = 1 + ring * torch.tensor([span.lane for span in spans])
-            return (first.unsqueeze(1) + torch.arange(width) % ring).to(self.device)
-        table = torch.full((len(spans), width), DUMMY_PAGE)
-        for row, span in enumerate(spans):
-            pages = self._lanes[span.lane].pages
-            table[row, : len(pages)] = torch.tensor(pages)
-        return table.to(self.device)
+    def draft_views(self) -> list[AttentionView]:
+        """The drafter's K/V, per layer; valid as long as the pool lives."""
+        assert self.shape.drafter is not None
+        tables = (self.ring_table if sliding else self.table for sliding in self.shape.drafter.sliding)
+        return [AttentionView(*parts) for parts in zip(self.draft_k, self.draft_v, tables, strict=True)]
 
     # -- invariants ----------------------------------------------------------------------------------------------------
 
@@ -301,23 +282,27 @@ class StatePool:
         assert sorted([*self._lanes, *self._free_lanes]) == list(range(self.shape.lanes)), "a lane is lost"
 
 
-def _new_states(views: list[GdnView]) -> Tensor:
-    states = []
-    for view in views:
-        assert view.new_state is not None, "the forward left no state"
-        states.append(view.new_state)
-    return torch.stack(states)
+def _check_keep(txn: Txn, keep: Sequence[int]) -> None:
+    for span, rows in zip(txn.spans, keep, strict=True):
+        assert 1 <= rows <= span.length, "keep outside 1 … length"
+        assert span.kind == "decode" or rows == span.length, "prompt rows are always kept"
 
 
-def _logs(views: list[GdnView]) -> _Replay:
-    logs = []
-    for view in views:
-        assert view.replay is not None, "the forward left no log"
-        logs.append(view.replay)
-    k, d, g = zip(*logs, strict=True)
-    return _Replay(torch.stack(k), torch.stack(d), torch.stack(g))
+def _new_states(half: Half) -> tuple[Tensor, Tensor]:
+    """What a prefill forward left: state [layers, S, Hv, Dk, Dv] and history [layers, S, w-1, C]."""
+    states, histories = [], []
+    for view in half.target.layers:
+        if isinstance(view, GdnView):
+            assert view.new_state is not None and view.new_history is not None, "the forward left no state"
+            states.append(view.new_state)
+            histories.append(view.new_history)
+    return torch.stack(states), torch.stack(histories)
 
 
-def _slots(table: Tensor, row_span: Tensor, positions: Tensor) -> Tensor:
-    """Slot (page * PAGE_SIZE + offset) of each row."""
-    return table[row_span, positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE
+def _rings(shape: StateShape, width: int) -> np.ndarray:
+    """[lanes + 1, width]: the page of each PAGE_SIZE positions where a lane's pages are a ring."""
+    table = np.full((shape.lanes + 1, width), DUMMY_PAGE, np.int32)
+    if shape.ring_pages:
+        first = 1 + shape.ring_pages * np.arange(shape.lanes)[:, None]
+        table[: shape.lanes] = first + np.arange(width) % shape.ring_pages
+    return table

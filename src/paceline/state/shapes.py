@@ -77,13 +77,29 @@ def kv_bytes_per_token(shape: StateShape) -> int:
 
 
 def lane_bytes(shape: StateShape) -> int:
-    """Bytes per lane whatever its context: Gated-DeltaNet state, convolution history, the drafter's rings."""
-    target, drafter = shape.target, shape.drafter
-    layers = target.layer_types.count("gdn")
-    state = target.gdn_value_heads * target.gdn_key_dim * target.gdn_value_dim
-    history = (target.conv_kernel - 1) * target.conv_channels
-    total = 4 * layers * (state + history)
+    """Bytes per lane whatever its context: Gated-DeltaNet state, convolution history, replay log, the drafter's rings."""
+    drafter = shape.drafter
+    total = _state_bytes(shape) + max(1, shape.draft_rows) * _log_bytes(shape)
     if drafter:
         per_token = bytes_per_token(shape.draft_cache_type, drafter.num_kv_heads, drafter.head_dim)
         total += 2 * drafter.sliding.count(True) * shape.ring_pages * PAGE_SIZE * per_token
     return total
+
+
+def spare_bytes(shape: StateShape) -> int:
+    """Bytes of the lane that the padding of a batch is of."""
+    return _state_bytes(shape) + _log_bytes(shape)
+
+
+def _state_bytes(shape: StateShape) -> int:
+    target = shape.target
+    state = target.gdn_value_heads * target.gdn_key_dim * target.gdn_value_dim
+    history = (target.conv_kernel - 1) * target.conv_channels
+    return 4 * target.layer_types.count("gdn") * (state + history)
+
+
+def _log_bytes(shape: StateShape) -> int:
+    """Of one row: raw inputs of the convolution, k, d, g."""
+    target = shape.target
+    keys, values = target.gdn_key_heads * target.gdn_key_dim, target.gdn_value_heads * (target.gdn_value_dim + 1)
+    return 4 * target.layer_types.count("gdn") * (target.conv_channels + keys + values)

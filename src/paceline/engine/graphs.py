@@ -1,0 +1,201 @@
+"""The decode half as CUDA graphs: the two forwards of a round, captured once per bucket and run by one launch each.
+
+Captured and not, it is the same functions on the same kernels. A verify graph is for so many rows and spans, a draft graph
+for so many lanes; what is missing is padding, which belongs to a lane and a page of nobody. All graphs share their memory,
+because they run one after another and the results of one are read before the next begins.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from paceline.engine.decode import (
+    DecodeInputs,
+    DecodeShape,
+    pack_decode,
+    unpack_decode,
+    verify_forward,
+    without_plans,
+)
+from paceline.engine.drafting import DFlashDrafter, Drafter
+from paceline.engine.plan import VerifySpan
+from paceline.models.qwen35 import Qwen35
+from paceline.sampling import Kind
+from paceline.state.pool import StatePool
+from paceline.transfer import to_device
+
+log = logging.getLogger("paceline.engine")
+
+_ROW_STEP = 8
+_FINE_ROWS = 64
+_COARSE_STEP = 32
+_TIMED_RUNS = 3
+
+
+class Graphs:
+    """``block_size`` is the drafter's, 1 without one. Capturing logs its progress."""
+
+    def __init__(self, target: Qwen35, drafter: Drafter | None, pool: StatePool) -> None:
+        self._target, self._drafter, self._pool = target, drafter, pool
+        block = drafter.block_size if drafter else 1
+        self._span_buckets = span_buckets(pool.shape.lanes)
+        shapes = decode_shapes(pool.shape.lanes, block)
+        drafted = self._span_buckets if isinstance(drafter, DFlashDrafter) else ()
+        self._memory = torch.cuda.graph_pool_handle()
+        vocab = target.config.vocab_size
+        self._logits = torch.empty(max(shape.rows for shape in shapes), vocab, device=pool.device)
+        self._verify: dict[int, list[CapturedVerify]] = {}
+        self._draft: dict[int, CapturedDraft] = {}
+        started, total = time.perf_counter(), len(shapes) + len(drafted)
+        for done, shape in enumerate(reversed(shapes), 1):  # the largest first: the others fit into its memory
+            self._verify.setdefault(shape.spans - 1, []).insert(0, self._capture_verify(shape))
+            _progress(done, total, started)
+        for done, lanes in enumerate(reversed(drafted), len(shapes) + 1):
+            assert isinstance(drafter, DFlashDrafter)
+            self._draft[lanes] = self._capture_draft(drafter, lanes)
+            _progress(done, total, started)
+        torch.cuda.synchronize(pool.device)
+
+    def verify(self, spans: Sequence[VerifySpan]) -> CapturedVerify | None:
+        """The smallest graph that has room for these spans, fed with them; None if there is none."""
+        bucket = _smallest(self._span_buckets, len(spans))
+        rows = sum(span.length for span in spans)
+        captured = next((c for c in self._verify.get(bucket or 0, ()) if rows <= c.shape.rows), None)
+        return captured.fed(spans, self._drafter.block_size if self._drafter else 1) if captured else None
+
+    def draft(self, spans: Sequence[VerifySpan]) -> Tensor | None:
+        """Drafts [>= D, B - 1] for the drafting spans; None if there is no graph for so many."""
+        bucket = _smallest(self._span_buckets, len(spans))
+        captured = self._draft.get(bucket or 0)
+        return captured.run(spans) if captured else None
+
+    def costs(self) -> tuple[dict[int, float], dict[tuple[int, int], float]]:
+        """Seconds of a draft forward by lanes, and of a verify forward by (spans, rows), as measured after capture."""
+        draft = {lanes: captured.seconds for lanes, captured in self._draft.items()}
+        return draft, {(spans, c.shape.rows): c.seconds for spans, row in self._verify.items() for c in row}
+
+    def _capture_verify(self, shape: DecodeShape) -> CapturedVerify:
+        pool, widest = self._pool, self._drafter.block_size if self._drafter else 1
+        packed = to_device(pack_decode((), widest, shape, pool.spare_lane), pool.device)
+        longest = pool.shape.max_ctx - widest
+        batch, anchors, sources = unpack_decode(packed, shape, [widest] * shape.spans, [longest] * shape.spans)
+        inputs = DecodeInputs(pool.half(batch), anchors, sources)
+        tokens = torch.zeros(shape.rows, dtype=torch.long, device=pool.device)
+        logits = self._logits[: shape.rows]
+
+        def forward() -> None:
+            half = without_plans(inputs.half)
+            logits.copy_(verify_forward(self._target, self._drafter, tokens, half))
+
+        graph, seconds = self._captured(forward)
+        return CapturedVerify(shape, graph, seconds, packed, inputs, tokens, logits, pool.spare_lane)
+
+    def _capture_draft(self, drafter: DFlashDrafter, lanes: int) -> CapturedDraft:
+        pool, rows = self._pool, lanes * (drafter.block_size - 1)
+        packed = torch.zeros(drafter.packed_size(lanes), dtype=torch.long, device=pool.device)
+        longest = pool.shape.max_ctx - 1
+        kind: Kind = "unfiltered"  # the drafter's draws do not depend on it
+        inputs = drafter.unpack(packed, [longest] * lanes, (kind,) * rows, (0,) * rows)
+        inputs.batch.lanes.fill_(pool.spare_lane)
+        drafts = torch.zeros(lanes, drafter.block_size - 1, dtype=torch.long, device=pool.device)
+        views = pool.draft_views()
+
+        def forward() -> None:
+            drafts.copy_(drafter.forward(inputs, views))
+
+        graph, seconds = self._captured(forward)
+        return CapturedDraft(drafter, lanes, graph, seconds, packed, drafts, pool.spare_lane)
+
+    def _captured(self, forward: Callable[[], None]) -> tuple[torch.cuda.CUDAGraph, float]:
+        """The graph, and seconds per run. The first call compiles what has to be compiled."""
+        forward()
+        torch.cuda.synchronize(self._pool.device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._memory):
+            forward()
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        graph.replay()
+        begin.record()
+        for _ in range(_TIMED_RUNS):
+            graph.replay()
+        end.record()
+        end.synchronize()
+        return graph, begin.elapsed_time(end) / 1000.0 / _TIMED_RUNS
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedVerify:
+    """A verify forward; ``packed``, ``tokens`` and ``logits`` are where it reads and writes."""
+
+    shape: DecodeShape
+    graph: torch.cuda.CUDAGraph
+    seconds: float
+    packed: Tensor
+    inputs: DecodeInputs
+    static_tokens: Tensor
+    logits: Tensor
+    spare_lane: int
+
+    def fed(self, spans: Sequence[VerifySpan], block: int) -> CapturedVerify:
+        """The same graph with other spans."""
+        to_device(pack_decode(spans, block, self.shape, self.spare_lane), self.packed.device, self.packed)
+        return replace(self, inputs=replace(self.inputs, half=without_plans(self.inputs.half)))
+
+    def run(self, drafts: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(tokens [N], logits [N, V]) with padding at the end."""
+        self.inputs.tokens(drafts, out=self.static_tokens)
+        self.graph.replay()
+        return self.static_tokens, self.logits
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedDraft:
+    """A draft forward; ``packed`` and ``drafts`` are where it reads and writes."""
+
+    drafter: DFlashDrafter
+    lanes: int
+    graph: torch.cuda.CUDAGraph
+    seconds: float
+    packed: Tensor
+    drafts: Tensor
+    spare_lane: int
+
+    def run(self, spans: Sequence[VerifySpan]) -> Tensor:
+        packed, _, _ = self.drafter.pack(spans, self.lanes, self.spare_lane)
+        to_device(packed, self.packed.device, self.packed)
+        self.graph.replay()
+        return self.drafts
+
+
+def span_buckets(lanes: int) -> tuple[int, ...]:
+    """Numbers of spans that get graphs: powers of two, and all lanes."""
+    powers = [2**power for power in range(lanes.bit_length()) if 2**power < lanes]
+    return (*powers, lanes)
+
+
+def decode_shapes(lanes: int, block: int) -> list[DecodeShape]:
+    """The buckets of rows: per number of spans one row each, then steps up to a full block each. One more is padding."""
+    shapes, below = [], 0
+    for spans in span_buckets(lanes):
+        most = spans * block
+        steps = [spans, *range(_ROW_STEP, min(most, _FINE_ROWS) + 1, _ROW_STEP)]
+        steps += [*range(_FINE_ROWS + _COARSE_STEP, most, _COARSE_STEP), most]
+        rows = sorted({rows for rows in steps if spans <= rows <= most and rows > below})
+        shapes += [DecodeShape(count, spans + 1, padded=True) for count in rows]
+        below = spans
+    return shapes
+
+
+def _smallest(buckets: Sequence[int], count: int) -> int | None:
+    return next((bucket for bucket in buckets if count <= bucket), None)
+
+
+def _progress(done: int, total: int, started: float) -> None:
+    if done % 8 == 0 or done in (1, total):
+        log.info("captured %d of %d decode graphs in %.1f s", done, total, time.perf_counter() - started)
