@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from paceline.bench import artefact
-from paceline.bench.artefact import machine, model_file
+from paceline.bench.artefact import machine, model_file, prompts
+from paceline.config import DEMO_TARGET
+from paceline.weights.load import open_target
 
 
 def test_small_files_are_hashed_whole(tmp_path: Path) -> None:
@@ -47,3 +49,13 @@ def test_programs_that_are_missing_leave_their_facts_out(monkeypatch: pytest.Mon
     monkeypatch.setenv("PATH", "/nonexistent")
     facts = machine()
     assert (facts["commit"], facts["dirty"], facts["hardware"]["gpus"]) == (None, False, [])
+
+
+def test_prompts_are_as_long_as_asked_and_differ() -> None:
+    tokenizer = open_target(DEMO_TARGET).tokenizer()
+    made = prompts(tokenizer, 150, 107)
+    assert {len(prompt) for prompt in made} == {107}
+    assert len({tuple(prompt[:5]) for prompt in made}) == 150
+    assert made[:10] == prompts(tokenizer, 10, 107)
+    assert [len(prompt) for prompt in prompts(tokenizer, 2, 20_000)] == [20_000, 20_000]
+    assert not tokenizer.special_ids & {token for prompt in made for token in prompt}

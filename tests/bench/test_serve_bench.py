@@ -17,14 +17,11 @@ from paceline.bench.serve import (
     closed_loop,
     figures,
     percentile,
-    prompts,
     run,
     table,
     text_differences,
 )
-from paceline.config import DEMO_TARGET
 from paceline.errors import ConfigError
-from paceline.weights.load import open_target
 
 PEER = Path(__file__).parents[2] / "benchmarks" / "peers" / "llamacpp-h200.json"
 
@@ -64,16 +61,6 @@ def test_percentiles_are_values_that_occurred() -> None:
     values = [float(v) for v in range(1, 101)]
     assert [percentile(values, p) for p in (50, 95, 99, 100)] == [50, 95, 99, 100]
     assert (percentile([3.0], 50), percentile([3.0], 99), percentile([], 50)) == (3.0, 3.0, 0.0)
-
-
-def test_prompts_are_as_long_as_asked_and_differ() -> None:
-    tokenizer = open_target(DEMO_TARGET).tokenizer()
-    made = prompts(tokenizer, 150, 107)
-    assert {len(prompt) for prompt in made} == {107}
-    assert len({tuple(prompt[:5]) for prompt in made}) == 150
-    assert made[:10] == prompts(tokenizer, 10, 107)
-    assert [len(prompt) for prompt in prompts(tokenizer, 2, 20_000)] == [20_000, 20_000]
-    assert not tokenizer.special_ids & {token for prompt in made for token in prompt}
 
 
 def test_the_table_compares_with_plain_and_with_the_peer() -> None:

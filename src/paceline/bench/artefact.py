@@ -17,6 +17,7 @@ import torch
 
 from paceline.types import EngineInfo
 from paceline.weights.files import sha256
+from paceline.weights.tokenizer import Tokenizer
 
 WORKLOAD = Path(__file__).with_name("workload.jsonl")
 WHOLE_BYTES = 1 << 30
@@ -26,6 +27,18 @@ _BLOCKS, _BLOCK_BYTES = 64, 1 << 20
 def load_workload() -> list[dict[str, Any]]:
     """The 60 requests, each with its ``suite`` and ``messages``."""
     return [json.loads(line) for line in WORKLOAD.read_text().splitlines()]
+
+
+def prompts(tokenizer: Tokenizer, count: int, length: int) -> list[list[int]]:
+    """``count`` prompts of ``length`` token ids: its number, as no two may begin alike, and a piece of the workload."""
+    text = "\n".join(message["content"] for entry in load_workload() for message in entry["messages"])
+    corpus = [token for token in tokenizer.encode(text) if token not in tokenizer.special_ids]
+    endless = corpus * (-(-length // len(corpus)) + 1)
+    made = []
+    for number in range(count):
+        start = number * length % len(corpus)
+        made.append((tokenizer.encode(f"{number}. ") + endless[start : start + length])[:length])
+    return made
 
 
 def provenance(info: EngineInfo) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from typing import Any
 
 import httpx
 
-from paceline.bench.artefact import load_workload, machine, model_file, write
+from paceline.bench.artefact import machine, model_file, prompts, write
 from paceline.config import EngineOptions
 from paceline.engine.build import resolve_paths
 from paceline.errors import ConfigError
@@ -99,18 +99,6 @@ class Answer:
     def first(self) -> float:
         """The first event with text; an answer whose tokens all are invisible has its end only."""
         return self.arrivals[0] if self.arrivals else self.last
-
-
-def prompts(tokenizer: Tokenizer, count: int, length: int) -> list[list[int]]:
-    """``count`` prompts of ``length`` token ids: its number, as no two may begin alike, and a piece of the workload."""
-    text = "\n".join(message["content"] for entry in load_workload() for message in entry["messages"])
-    corpus = [token for token in tokenizer.encode(text) if token not in tokenizer.special_ids]
-    endless = corpus * (-(-length // len(corpus)) + 1)
-    made = []
-    for number in range(count):
-        start = number * length % len(corpus)
-        made.append((tokenizer.encode(f"{number}. ") + endless[start : start + length])[:length])
-    return made
 
 
 # -- the server ------------------------------------------------------------------------------------------------------------

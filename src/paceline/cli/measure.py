@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from paceline.cli.options import DEFAULTS, Device, Draft, ModelOption
+from paceline.cli.options import DEFAULTS, Device, Draft, ModelOption, Speculation
+from paceline.config import EngineOptions
 from paceline.errors import ConfigError
 
 Out = Annotated[Path, typer.Option("--out", metavar="FILE", help="Where the record is written, as JSON.")]
@@ -93,3 +94,30 @@ def ops(
     from paceline.bench.ops import run
 
     return run(shape, device, only, out)
+
+
+def rounds(
+    model: ModelOption = None,
+    draft: Draft = str(DEFAULTS.drafter),
+    speculation: Speculation = DEFAULTS.speculation,
+    lanes: Annotated[int, typer.Option("--lanes", metavar="N", help="Requests that decode together.")] = 6,
+    count: Annotated[int, typer.Option("--rounds", metavar="N", help="Rounds that are timed; 8 more are profiled.")] = 20,
+    prompt_tokens: PromptTokens = 107,
+    option: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--option", metavar="FIELD=VALUE", help="Any other keyword of LLM, such as max_ctx=4096. Give several."
+        ),
+    ] = None,
+    out: Out = Path("benchmarks/rounds.json"),
+) -> int:
+    """Where the time of a decode round goes on a GPU, by family of kernels and beside what must be read."""
+    from paceline.bench.rounds import options_of, run
+
+    chosen: dict[str, Any] = {
+        "target": model or DEFAULTS.target,
+        "drafter": draft,
+        "speculation": speculation,
+        "max_concurrency": lanes,
+    }
+    return run(EngineOptions(**{**chosen, **options_of(option or ())}), count, prompt_tokens, out)
