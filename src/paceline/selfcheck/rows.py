@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -57,8 +58,8 @@ def row_cases() -> list[Case]:
     return cases
 
 
-def _case(name: str, ops: tuple[str, ...], function: Callable[..., Tensor | tuple[Tensor, ...]], *inputs: Tensor) -> Case:
-    """A function of row tensors, each given in a memory layout of its own."""
+def _case(name: str, ops: tuple[str, ...], function: Callable[..., Any], *inputs: Tensor) -> Case:
+    """A function of row tensors, each given in a memory layout of its own, to one tensor of rows or some."""
 
     def compute(chosen: Sequence[int], rng: Rng) -> Outputs:
         out = function(*(laid_out(x[chosen], rng) for x in inputs))

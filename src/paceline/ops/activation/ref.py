@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from paceline.ops.linear.rows import Rows
+
 
 def sigmoid(x: Tensor) -> Tensor:
     return _one_plus_exp_minus(x).reciprocal_()
@@ -25,13 +27,14 @@ def softplus(x: Tensor) -> Tensor:
     return torch.where(x > 20.0, x, torch.log1p(torch.exp(x.clamp(max=20.0))))
 
 
-def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up, [N, F] each, as rows for ``linear``."""
+def swiglu(gate: Tensor, up: Tensor, operand: torch.dtype | None = None) -> Tensor | Rows:
+    """silu(gate) * up, [N, F] each. On a GPU ``operand``, float16 or float32, asks for ``Rows`` of this type, which saves
+    ``linear`` a launch; elsewhere it changes nothing."""
     return silu(gate) * up
 
 
-def gated_heads(o: Tensor, gate: Tensor) -> Tensor:
-    """o * sigmoid(gate), [N, heads, D] each, as rows [N, heads * D] for ``linear``."""
+def gated_heads(o: Tensor, gate: Tensor, operand: torch.dtype | None = None) -> Tensor | Rows:
+    """o * sigmoid(gate), [N, heads, D] each, as rows [N, heads * D]; ``operand`` as in ``swiglu``."""
     return (o * sigmoid(gate)).flatten(1)
 
 

@@ -13,18 +13,18 @@ _BLOCK = tl.constexpr(1024)
 
 
 def causal_conv(x: Tensor, history: Tensor, weight: Tensor, batch: PackedBatch) -> Tensor:
-    x, history, weight = x.contiguous(), history.contiguous(), weight.contiguous()
+    x, history, weight = _unit_stride(x), history.contiguous(), weight.contiguous()
     out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
     rows, channels = x.shape
     facts = (batch.lanes, batch.row_span, batch.starts)
     _causal_conv[rows, triton.cdiv(channels, _BLOCK.value)](
-        x, history, weight, out, *facts, CHANNELS=channels, TAPS=weight.shape[1], num_warps=4
+        x, history, weight, out, *facts, x.stride(0), CHANNELS=channels, TAPS=weight.shape[1], num_warps=4
     )
     return out
 
 
 @triton.jit
-def _causal_conv(x, history, weight, out, lanes, row_span, starts, CHANNELS: tl.constexpr, TAPS: tl.constexpr):
+def _causal_conv(x, history, weight, out, lanes, row_span, starts, stride, CHANNELS: tl.constexpr, TAPS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * _BLOCK + tl.arange(0, _BLOCK)
     inside = at < CHANNELS
@@ -32,42 +32,84 @@ def _causal_conv(x, history, weight, out, lanes, row_span, starts, CHANNELS: tl.
     before, lane = row - tl.load(starts + span), tl.load(lanes + span)
     total = tl.zeros((_BLOCK,), tl.float32)
     for tap in tl.static_range(TAPS):
-        value = _input(x, history, lane, row, before, tap, at, inside, CHANNELS, TAPS - 1)
+        value = raw_input(x, stride, history, lane, row, before, tap, at, inside, CHANNELS, TAPS - 1)
         total = tl.fma(value, tl.load(weight + at * TAPS + tap, mask=inside, other=0.0), total)
     tl.store(out + row * CHANNELS + at, total / (1.0 + tl.exp(-total)), mask=inside)
 
 
 def conv_history(x: Tensor, history: Tensor, keep: Tensor, batch: PackedBatch) -> Tensor:
-    x, history = x.contiguous(), history.contiguous()
+    x, history = _unit_stride(x), history.contiguous()
     width, channels = history.shape[1:]
     out = torch.empty(batch.num_spans, width, channels, dtype=torch.float32, device=x.device)
     facts = (batch.lanes, batch.starts, keep)
     _conv_history[batch.num_spans * width, triton.cdiv(channels, _BLOCK.value)](
-        x, history, out, *facts, CHANNELS=channels, WIDTH=width, num_warps=4
+        x, history, out, *facts, x.stride(0), CHANNELS=channels, WIDTH=width, num_warps=4
     )
     return out
 
 
 @triton.jit
-def _conv_history(x, history, out, lanes, starts, keep, CHANNELS: tl.constexpr, WIDTH: tl.constexpr):
+def _conv_history(x, history, out, lanes, starts, keep, stride, CHANNELS: tl.constexpr, WIDTH: tl.constexpr):
     place = tl.program_id(0).to(tl.int64)
     span, index = place // WIDTH, place % WIDTH
     at = tl.program_id(1) * _BLOCK + tl.arange(0, _BLOCK)
     inside = at < CHANNELS
     kept = tl.load(keep + span)
     row = tl.load(starts + span) + kept
-    value = _input(x, history, tl.load(lanes + span), row, kept, index, at, inside, CHANNELS, WIDTH)
+    value = raw_input(x, stride, history, tl.load(lanes + span), row, kept, index, at, inside, CHANNELS, WIDTH)
     tl.store(out + place * CHANNELS + at, value, mask=inside)
 
 
+def advance_history(history: Tensor, raw: Tensor, keep: Tensor, batch: PackedBatch) -> None:
+    layers, lanes, width, channels = history.shape
+    assert history.is_contiguous(), "a history that is changed in place must be contiguous"
+    assert raw.stride(2) == 1, "channels must lie side by side"
+    facts = (batch.lanes, batch.starts, batch.span_lengths, keep)
+    _advance_history[batch.num_spans, layers, triton.cdiv(channels, _BLOCK.value)](
+        history, raw, *facts, lanes, *raw.stride()[:2], CHANNELS=channels, WIDTH=width, num_warps=4
+    )
+
+
 @triton.jit
-def _input(x, history, lane, row, before, index, at, inside, CHANNELS: tl.constexpr, WIDTH: tl.constexpr):
-    """Raw input ``index`` of the WIDTH + 1 that end with ``row``, which has ``before`` rows of its span before it."""
+def _advance_history(
+    history,
+    raw,
+    lanes,
+    starts,
+    lengths,
+    keep,
+    lane_count,
+    layer_stride,
+    row_stride,
+    CHANNELS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """A program owns its channels of one lane in one layer; what it reads of a history lies behind what it has written."""
+    span, layer = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    kept = tl.minimum(tl.load(keep + span), tl.load(lengths + span))
+    if kept == 0:
+        return
+    at = tl.program_id(2) * _BLOCK + tl.arange(0, _BLOCK)
+    inside = at < CHANNELS
+    lane, row = layer * lane_count + tl.load(lanes + span), tl.load(starts + span) + kept
+    raw += layer * layer_stride
+    for index in tl.static_range(WIDTH):
+        value = raw_input(raw, row_stride, history, lane, row, kept, index, at, inside, CHANNELS, WIDTH)
+        tl.store(history + (lane * WIDTH + index) * CHANNELS + at, value, mask=inside)
+
+
+@triton.jit
+def raw_input(x, stride, history, lane, row, before, index, at, inside, CHANNELS: tl.constexpr, WIDTH: tl.constexpr):
+    """Raw input ``index`` of the WIDTH + 1 that end with ``row`` of x, which has ``before`` rows of its span before it."""
     if before + index < WIDTH:
         source = history + (lane * WIDTH + before + index) * CHANNELS
     else:
-        source = x + (row - WIDTH + index) * CHANNELS
+        source = x + (row - WIDTH + index) * stride
     return tl.load(source + at, mask=inside, other=0.0)
+
+
+def _unit_stride(x: Tensor) -> Tensor:
+    return x if x.stride(1) == 1 else x.contiguous()
 
 
 def dynamic_conv(x: Tensor, base: Tensor, dynamic: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
 """The gated delta rule in Triton; the mathematics is in ``ref.py``.
 
-Verify and replay hold a tile [Dk, columns] of one head's state in registers and walk the rows of one span. Both compile
-``_advance``, whose two roundings are spelt out; with contraction off elsewhere too, a state has the same bits however its
-rows were cut into spans, and a row's outputs are those of a span of its own. Prefill is three kernels: the triangular
-systems and scores of all chunks, their inverses, and a walk over the chunks of each span.
+Verify and replay hold a tile [Dk, columns] of one head's state in registers and walk the rows of one span. What they do to
+a state is two roundings that are spelt out; with contraction off elsewhere too, a state has the same bits however its rows
+were cut into spans, and a row's outputs are those of a span of its own. Prefill is three kernels: the triangular systems and
+scores of all chunks, their inverses, and a walk over the chunks of each span.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from torch import Tensor
 
 from paceline.batch import PackedBatch
 from paceline.config import CHUNK_SIZE
+from paceline.ops.conv.kernel import raw_input
+from paceline.ops.gdn.ref import GdnInputs, ReplayLog
 
 _VERIFY_COLUMNS, _VERIFY_WARPS = 16, 1
 """With one warp a sum over Dk never waits for another warp."""
@@ -25,14 +27,187 @@ _CHUNK = tl.constexpr(CHUNK_SIZE)
 _LEAF = tl.constexpr(16)
 
 
+# -- what both kinds of rows read ------------------------------------------------------------------------------------------
+
+_TILE_CHANNELS = 1024
+
+
+def gdn_inputs(
+    raw: Tensor,
+    b: Tensor,
+    a: Tensor,
+    history: Tensor,
+    weight: Tensor,
+    decay: Tensor,
+    dt_bias: Tensor,
+    key_heads: int,
+    key_dim: int,
+    batch: PackedBatch,
+    log: ReplayLog | None = None,
+) -> GdnInputs:
+    """One launch: a row's key heads, its other channels, and its gates, by some programs each."""
+    raw, b, a = (x if x.stride(1) == 1 else x.contiguous() for x in (raw, b, a))
+    (rows, channels), heads = raw.shape, b.shape[1]
+    of_values = channels - 2 * key_heads * key_dim
+    new = {"dtype": torch.float32, "device": raw.device}
+    q, v = torch.empty(rows, key_heads, key_dim, **new), torch.empty(rows, heads, of_values // heads, **new)
+    beta, k, g = torch.empty(rows, heads, **new), torch.empty_like(q), torch.empty(rows, heads, **new)
+    if log is not None:
+        assert log.raw.is_contiguous() and log.k.is_contiguous() and log.g.is_contiguous(), "a log must be contiguous"
+        k, g = log.k[:rows], log.g[:rows]
+    block = triton.next_power_of_2(key_dim)
+    group = max(1, _TILE_CHANNELS // block)
+    key_parts, value_parts = triton.cdiv(key_heads, group), triton.cdiv(of_values, group * block)
+    if rows:
+        _inputs[rows, 2 * key_parts + value_parts + 1](
+            raw,
+            b,
+            a,
+            history.contiguous(),
+            weight,
+            decay,
+            dt_bias,
+            q,
+            k,
+            v,
+            beta,
+            g,
+            log.raw if log is not None else None,
+            batch.lanes,
+            batch.row_span,
+            batch.starts,
+            raw.stride(0),
+            b.stride(0),
+            a.stride(0),
+            *weight.stride(),
+            key_dim**-0.5,
+            HEADS=heads,
+            KEY_HEADS=key_heads,
+            DK=key_dim,
+            VALUES=of_values,
+            TAPS=weight.shape[1],
+            GROUP=group,
+            BLOCK_DK=block,
+            KEY_PARTS=key_parts,
+            VALUE_PARTS=value_parts,
+            BLOCK_HEADS=triton.next_power_of_2(heads),
+            num_warps=4,
+            enable_fp_fusion=False,
+        )
+    return GdnInputs(q, k, v, beta, g)
+
+
+@triton.jit(
+    do_not_specialize=["raw_stride", "b_stride", "a_stride"],
+    do_not_specialize_on_alignment=["raw", "history", "weight", "q", "k", "v", "log_raw"],
+)
+def _inputs(
+    raw,
+    b,
+    a,
+    history,
+    weight,
+    decay,
+    dt_bias,
+    q,
+    k,
+    v,
+    beta,
+    g,
+    log_raw,
+    lanes,
+    row_span,
+    starts,
+    raw_stride,
+    b_stride,
+    a_stride,
+    channel_stride,
+    tap_stride,
+    query_scale,
+    HEADS: tl.constexpr,
+    KEY_HEADS: tl.constexpr,
+    DK: tl.constexpr,
+    VALUES: tl.constexpr,
+    TAPS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_DK: tl.constexpr,
+    KEY_PARTS: tl.constexpr,
+    VALUE_PARTS: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+):
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    if part == 2 * KEY_PARTS + VALUE_PARTS:
+        _gates(b + row * b_stride, a + row * a_stride, decay, dt_bias, beta, g, row, HEADS, BLOCK_HEADS)
+        return
+    keys: tl.constexpr = KEY_HEADS * DK
+    channels: tl.constexpr = 2 * keys + VALUES
+    span = tl.load(row_span + row)
+    lane, before = tl.load(lanes + span), row - tl.load(starts + span)
+    index = tl.arange(0, GROUP * BLOCK_DK)
+    if part < 2 * KEY_PARTS:
+        head, dim = part % KEY_PARTS * GROUP + index // BLOCK_DK, index % BLOCK_DK
+        at, inside = head * DK + dim, (head < KEY_HEADS) & (dim < DK)
+        channel = part // KEY_PARTS * keys + at
+    else:
+        at = (part - 2 * KEY_PARTS) * (GROUP * BLOCK_DK) + index
+        inside = at < VALUES
+        channel = 2 * keys + at
+    mixed = tl.zeros((GROUP * BLOCK_DK,), tl.float32)
+    for tap in tl.static_range(TAPS):
+        value = raw_input(raw, raw_stride, history, lane, row, before, tap, channel, inside, channels, TAPS - 1)
+        kernel = tl.load(weight + channel * channel_stride + tap * tap_stride, mask=inside, other=0.0)
+        mixed = tl.fma(value, kernel, mixed)
+    if log_raw is not None:
+        tl.store(log_raw + row * channels + channel, value, mask=inside)
+    mixed = mixed / (1.0 + tl.exp(-mixed))
+    if part < 2 * KEY_PARTS:
+        heads = tl.reshape(mixed, (GROUP, BLOCK_DK))
+        heads = heads * (1.0 / tl.sqrt_rn(tl.sum(heads * heads, axis=1) + 1e-6))[:, None]
+        normed = tl.reshape(heads, (GROUP * BLOCK_DK,))
+        if part < KEY_PARTS:
+            tl.store(q + row * keys + at, normed * query_scale, mask=inside)
+        else:
+            tl.store(k + row * keys + at, normed, mask=inside)
+    else:
+        tl.store(v + row * VALUES + at, mixed, mask=inside)
+
+
+@triton.jit
+def _gates(b, a, decay, dt_bias, beta, g, row, HEADS: tl.constexpr, BLOCK: tl.constexpr):
+    head = tl.arange(0, BLOCK)
+    inside = head < HEADS
+    strength = tl.load(b + head, mask=inside, other=0.0)
+    tl.store(beta + row * HEADS + head, 1.0 / (1.0 + tl.exp(-strength)), mask=inside)
+    x = _softplus(tl.load(a + head, mask=inside, other=0.0) + tl.load(dt_bias + head, mask=inside, other=0.0))
+    tl.store(g + row * HEADS + head, tl.load(decay + head, mask=inside, other=0.0) * x, mask=inside)
+
+
+@triton.jit
+def _softplus(x):
+    grown = tl.exp(tl.minimum(x, 20.0))
+    u = 1.0 + grown
+    # log1p from a logarithm: the rounding of u cancels in the quotient (Kahan)
+    return tl.where(x > 20.0, x, tl.where(u == 1.0, grown, tl.log(u) * (grown / (u - 1.0))))
+
+
 # -- generated rows --------------------------------------------------------------------------------------------------------
 
 
 def gdn_verify(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor, state: Tensor, head_map: Tensor, batch: PackedBatch
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    g: Tensor,
+    state: Tensor,
+    head_map: Tensor,
+    batch: PackedBatch,
+    log: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     q, k, v, state = _packed_heads(q), _packed_heads(k), _packed_heads(v), _aligned(state)
-    out, delta = (torch.empty(v.shape, dtype=torch.float32, device=v.device) for _ in range(2))
+    out = torch.empty(v.shape, dtype=torch.float32, device=v.device)
+    delta = torch.empty_like(out) if log is None else log[: len(v)]
+    assert delta.is_contiguous(), "a log must be contiguous"
     heads, dk, dv = state.shape[1:]
     _verify[triton.cdiv(dv, _VERIFY_COLUMNS), heads, batch.num_spans](
         q,
@@ -53,7 +228,7 @@ def gdn_verify(
         HEADS=heads,
         DK=dk,
         DV=dv,
-        BLOCK_DK=triton.next_power_of_2(dk),
+        QUARTER=max(1, triton.next_power_of_2(dk) // 4),
         COLUMNS=_VERIFY_COLUMNS,
         num_warps=_VERIFY_WARPS,
         enable_fp_fusion=False,
@@ -85,39 +260,76 @@ def _verify(
     HEADS: tl.constexpr,
     DK: tl.constexpr,
     DV: tl.constexpr,
-    BLOCK_DK: tl.constexpr,
+    QUARTER: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     head, span = tl.program_id(1), tl.program_id(2)
     start, length = tl.load(starts + span), tl.load(lengths + span)
-    at_k = tl.arange(0, BLOCK_DK)
+    if length == 0:
+        return
+    at_k = tl.arange(0, QUARTER)
     at_v = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    in_k, in_v = at_k < DK, at_v < DV
+    in_v = at_v < DV
     tile = state + (tl.load(lanes + span) * HEADS + head) * (DK * DV) + at_k[:, None] * DV + at_v[None, :]
-    s = tl.load(tile, mask=in_k[:, None] & in_v[None, :], other=0.0)
-    of_key = tl.load(head_map + head) * DK + at_k
+    s0 = tl.load(tile, mask=(at_k < DK)[:, None] & in_v[None, :], other=0.0)
+    s1 = tl.load(tile + QUARTER * DV, mask=(QUARTER + at_k < DK)[:, None] & in_v[None, :], other=0.0)
+    s2 = tl.load(tile + 2 * QUARTER * DV, mask=(2 * QUARTER + at_k < DK)[:, None] & in_v[None, :], other=0.0)
+    s3 = tl.load(tile + 3 * QUARTER * DV, mask=(3 * QUARTER + at_k < DK)[:, None] & in_v[None, :], other=0.0)
+    key = tl.load(head_map + head) * DK
     of_value = head * DV + at_v
-    q_row = tl.load(q + start * q_stride + of_key, mask=in_k, other=0.0)
-    k_row = tl.load(k + start * k_stride + of_key, mask=in_k, other=0.0)
-    v_row = tl.load(v + start * v_stride + of_value, mask=in_v, other=0.0)
-    strength, decay = tl.load(beta + start * HEADS + head), _decay(tl.load(g + start * HEADS + head))
-    for step in range(length):
+    q += start * q_stride + key
+    k += start * k_stride + key
+    v += start * v_stride + of_value
+    beta += start * HEADS + head
+    g += start * HEADS + head
+    out += start * (HEADS * DV) + of_value
+    delta += start * (HEADS * DV) + of_value
+    q_row, k_row, v_row = _quarters(q, at_k, DK, QUARTER), _quarters(k, at_k, DK, QUARTER), tl.load(v, mask=in_v, other=0.0)
+    strength, decay = tl.load(beta), _decay(tl.load(g))
+    for step in tl.range(length, loop_unroll_factor=2):
         # the next row is fetched while this one is computed; the last fetches itself again
-        row = start + step
-        ahead = start + tl.minimum(step + 1, length - 1)
-        q_ahead = tl.load(q + ahead * q_stride + of_key, mask=in_k, other=0.0)
-        k_ahead = tl.load(k + ahead * k_stride + of_key, mask=in_k, other=0.0)
-        v_ahead = tl.load(v + ahead * v_stride + of_value, mask=in_v, other=0.0)
-        strength_ahead, g_ahead = tl.load(beta + ahead * HEADS + head), tl.load(g + ahead * HEADS + head)
+        more = (step + 1 < length).to(tl.int64)
+        q += more * q_stride
+        k += more * k_stride
+        v += more * v_stride
+        beta += more * HEADS
+        g += more * HEADS
+        q_ahead, k_ahead = _quarters(q, at_k, DK, QUARTER), _quarters(k, at_k, DK, QUARTER)
+        v_ahead, strength_ahead, g_ahead = tl.load(v, mask=in_v, other=0.0), tl.load(beta), tl.load(g)
 
-        read_k = tl.sum(k_row[:, None] * s, axis=0)
-        read_q = tl.sum(q_row[:, None] * s, axis=0)
-        d = strength * (v_row - decay * read_k)
-        o = decay * read_q + tl.sum(k_row * q_row, axis=0) * d
-        tl.store(delta + row * (HEADS * DV) + of_value, d, mask=in_v)
-        tl.store(out + row * (HEADS * DV) + of_value, o, mask=in_v)
-        s = _advance(s, k_row, d, decay)
+        s0, s1, s2, s3 = decay * s0, decay * s1, decay * s2, decay * s3
+        d = strength * (v_row - _contract(k_row, s0, s1, s2, s3))
+        o = _contract(q_row, s0, s1, s2, s3) + _overlap(k_row, q_row) * d
+        tl.store(delta + step * (HEADS * DV), d, mask=in_v)
+        tl.store(out + step * (HEADS * DV), o, mask=in_v)
+        s0, s1 = _add_product(s0, k_row[0], d), _add_product(s1, k_row[1], d)
+        s2, s3 = _add_product(s2, k_row[2], d), _add_product(s3, k_row[3], d)
         q_row, k_row, v_row, strength, decay = q_ahead, k_ahead, v_ahead, strength_ahead, _decay(g_ahead)
+
+
+@triton.jit
+def _quarters(x, at, DK: tl.constexpr, QUARTER: tl.constexpr):
+    """A vector over Dk in four parts."""
+    return (
+        tl.load(x + at, mask=at < DK, other=0.0),
+        tl.load(x + QUARTER + at, mask=QUARTER + at < DK, other=0.0),
+        tl.load(x + 2 * QUARTER + at, mask=2 * QUARTER + at < DK, other=0.0),
+        tl.load(x + 3 * QUARTER + at, mask=3 * QUARTER + at < DK, other=0.0),
+    )
+
+
+@triton.jit
+def _contract(x, s0, s1, s2, s3):
+    """Sᵀx: the quarters are added by fused operations that are asked for by name, so that no compiler may choose."""
+    total = tl.fma(x[1][:, None], s1, x[0][:, None] * s0)
+    total = tl.fma(x[2][:, None], s2, total)
+    return tl.sum(tl.fma(x[3][:, None], s3, total), axis=0)
+
+
+@triton.jit
+def _overlap(x, y):
+    total = tl.fma(x[2], y[2], tl.fma(x[1], y[1], x[0] * y[0]))
+    return tl.sum(tl.fma(x[3], y[3], total), axis=0)
 
 
 @triton.jit
@@ -126,9 +338,9 @@ def _decay(g):
 
 
 @triton.jit
-def _advance(s, k, d, decay):
-    """S <- e^g S, rounded, then one fused + k dᵀ: asked for by name, so that no compiler may choose."""
-    return tl.fma(k[:, None], d[None, :], decay * s)
+def _add_product(s, k, d):
+    """S + k dᵀ, fused. A step is e^g S, rounded, and then this."""
+    return tl.fma(k[:, None], d[None, :], s)
 
 
 def gdn_replay(state: Tensor, k: Tensor, d: Tensor, g: Tensor, keep: Tensor, head_map: Tensor, batch: PackedBatch) -> None:
@@ -136,16 +348,16 @@ def gdn_replay(state: Tensor, k: Tensor, d: Tensor, g: Tensor, keep: Tensor, hea
     layers, lanes, heads, dk, dv = state.shape
     assert state.is_contiguous(), "a state that is changed in place must be contiguous"
     columns = triton.cdiv(dv, _REPLAY_COLUMNS)
+    log = [x if x[0].is_contiguous() else x.contiguous() for x in (k, d, g)]
     _replay[columns * heads, batch.num_spans, layers](
         state,
-        k.contiguous(),
-        d.contiguous(),
-        g.contiguous(),
+        *log,
         keep,
         head_map,
         batch.lanes,
         batch.starts,
-        k.shape[1],
+        batch.span_lengths,
+        *(x.stride(0) for x in log),
         lanes,
         HEADS=heads,
         KEY_HEADS=k.shape[2],
@@ -158,7 +370,7 @@ def gdn_replay(state: Tensor, k: Tensor, d: Tensor, g: Tensor, keep: Tensor, hea
     )
 
 
-@triton.jit(do_not_specialize=["rows", "lane_count"])
+@triton.jit(do_not_specialize=["k_stride", "d_stride", "g_stride", "lane_count"])
 def _replay(
     state,
     k,
@@ -168,7 +380,10 @@ def _replay(
     head_map,
     lanes,
     starts,
-    rows,
+    lengths,
+    k_stride,
+    d_stride,
+    g_stride,
     lane_count,
     HEADS: tl.constexpr,
     KEY_HEADS: tl.constexpr,
@@ -179,7 +394,7 @@ def _replay(
 ):
     tiles: tl.constexpr = (DV + COLUMNS - 1) // COLUMNS
     head, span, layer = tl.program_id(0) // tiles, tl.program_id(1), tl.program_id(2).to(tl.int64)
-    kept = tl.load(keep + span)
+    kept = tl.minimum(tl.load(keep + span), tl.load(lengths + span))
     if kept == 0:
         return
     at_k = tl.arange(0, BLOCK_DK)
@@ -189,12 +404,15 @@ def _replay(
     lane = layer * lane_count + tl.load(lanes + span)
     tile = state + (lane * HEADS + head) * (DK * DV) + at_k[:, None] * DV + at_v[None, :]
     s = tl.load(tile, mask=in_tile, other=0.0)
-    first = layer * rows + tl.load(starts + span)
+    first = tl.load(starts + span)
     key_head = tl.load(head_map + head)
+    k += layer * k_stride
+    d += layer * d_stride
+    g += layer * g_stride
     for row in range(first, first + kept):
         k_row = tl.load(k + (row * KEY_HEADS + key_head) * DK + at_k, mask=in_k, other=0.0)
         d_row = tl.load(d + (row * HEADS + head) * DV + at_v, mask=in_v, other=0.0)
-        s = _advance(s, k_row, d_row, _decay(tl.load(g + row * HEADS + head)))
+        s = _add_product(_decay(tl.load(g + row * HEADS + head)) * s, k_row, d_row)
     tl.store(tile, s, mask=in_tile)
 
 

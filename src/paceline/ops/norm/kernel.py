@@ -7,6 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from paceline.ops.activation.kernel import finished, gated, pieces, row_outputs, store_row, warps_for
+from paceline.ops.linear.rows import Rows
+
 _STRIDES = ["inner", "x_outer", "x_inner", "gate_outer", "gate_inner"]
 _POINTERS = ["x", "weight", "gate", "out"]
 """How a row lies in memory must not choose the code: another load width is another order of summation."""
@@ -14,6 +17,38 @@ _POINTERS = ["x", "weight", "gate", "out"]
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return _launch(x, weight, None, eps, mean=True)
+
+
+def add_rms_norm(
+    x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, operand: torch.dtype | None = None
+) -> tuple[Tensor, Tensor | Rows]:
+    x, delta = _unit_stride(x), None if delta is None else _unit_stride(delta)
+    rows, size = x.shape
+    total = x if delta is None else torch.empty(rows, size, dtype=torch.float32, device=x.device)
+    values, factors, width = row_outputs(rows, size, x.device, operand)
+    first, rest = pieces(size, width)
+    if rows:
+        _add_norm[(rows,)](
+            x,
+            delta,
+            weight,
+            total,
+            values,
+            factors,
+            x.stride(0),
+            0 if delta is None else delta.stride(0),
+            eps,
+            SIZE=size,
+            WIDTH=width,
+            FIRST=first,
+            REST=rest,
+            num_warps=warps_for(first),
+        )
+    return total, finished(values, factors, rows, size)
+
+
+def gated_output(o: Tensor, z: Tensor, weight: Tensor, eps: float, operand: torch.dtype | None = None) -> Tensor | Rows:
+    return gated(o, z, (weight, eps), sigmoid=False, operand=operand)
 
 
 def l2_norm(x: Tensor, eps: float = 1e-6) -> Tensor:
@@ -52,6 +87,10 @@ def _launch(x: Tensor, weight: Tensor | None, gate: Tensor | None, eps: float, *
     return out
 
 
+def _unit_stride(x: Tensor) -> Tensor:
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
 def _rows(x: Tensor) -> tuple[Tensor, int, int, int]:
     """(x, rows per outer index, stride of the outer index, stride of the inner one), copied only if it must be."""
     if x.stride(-1) != 1 or x.ndim > 3:
@@ -59,6 +98,50 @@ def _rows(x: Tensor) -> tuple[Tensor, int, int, int]:
     if x.ndim == 3:
         return x, x.shape[1], x.stride(0), x.stride(1)
     return x, 1, x.shape[-1] if x.ndim != 2 else x.stride(0), 0
+
+
+@triton.jit
+def _added(x, delta, at, inside):
+    value = tl.load(x + at, mask=inside, other=0.0)
+    if delta is not None:
+        value += tl.load(delta + at, mask=inside, other=0.0)
+    return value
+
+
+@triton.jit(
+    do_not_specialize=["x_stride", "delta_stride"],
+    do_not_specialize_on_alignment=["x", "delta", "weight", "total", "values"],
+)
+def _add_norm(
+    x,
+    delta,
+    weight,
+    total,
+    values,
+    factors,
+    x_stride,
+    delta_stride,
+    eps,
+    SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    FIRST: tl.constexpr,
+    REST: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    x += row * x_stride
+    at, more = tl.arange(0, FIRST), FIRST + tl.arange(0, REST)
+    within, inside = at < SIZE, more < SIZE
+    if delta is not None:
+        delta += row * delta_stride
+    first, rest = _added(x, delta, at, within), _added(x, delta, more, inside)
+    if delta is not None:
+        tl.store(total + row * SIZE + at, first)
+        tl.store(total + row * SIZE + more, rest, mask=inside)
+    square = (tl.sum(first * first, 0) + tl.sum(rest * rest, 0)) / SIZE
+    scale = 1.0 / tl.sqrt_rn(square + eps)
+    first = first * scale * tl.load(weight + at)
+    rest = rest * scale * tl.load(weight + more, mask=inside, other=0.0)
+    store_row(values, factors, row, first, at, within, rest, more, more < WIDTH, WIDTH)
 
 
 @triton.jit(do_not_specialize=_STRIDES, do_not_specialize_on_alignment=_POINTERS)

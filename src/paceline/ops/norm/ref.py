@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from paceline.ops.activation import silu
+from paceline.ops.linear.rows import Rows
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -14,9 +16,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x * scale * weight
 
 
-def add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm(
+    x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, operand: torch.dtype | None = None
+) -> tuple[Tensor, Tensor | Rows]:
     """(x + delta, its ``rms_norm``): the residual stream [N, H] behind a sublayer that adds ``delta`` (None: nothing), and
-    the input of the next one, for ``linear``."""
+    the input of the next one. On a GPU ``operand``, float16 or float32, asks for that input as ``Rows`` of this type, which
+    saves ``linear`` a launch; elsewhere it changes nothing."""
     if delta is not None:
         x = x + delta
     return x, rms_norm(x, weight, eps)
@@ -33,6 +38,6 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tenso
     return rms_norm(x, weight, eps) * silu(gate)
 
 
-def gated_output(o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """``gated_rms_norm`` of every head, o and z [N, Hv, Dv], as rows [N, Hv * Dv] for ``linear``."""
+def gated_output(o: Tensor, z: Tensor, weight: Tensor, eps: float, operand: torch.dtype | None = None) -> Tensor | Rows:
+    """``gated_rms_norm`` of every head, o and z [N, Hv, Dv], as rows [N, Hv * Dv]; ``operand`` as in ``add_rms_norm``."""
     return gated_rms_norm(o, z, weight, eps).flatten(1)
