@@ -1,20 +1,46 @@
-"""How much context fits: the pool's shape from the options, the models and the memory that is free."""
+"""How much context fits: the pool's shape from the options, the models and the memory that is free.
+
+On a CPU this is decided before the weights are loaded, from what they will take. On a GPU the weights come first, so that
+what is free is a measurement; beside it only what a round takes is an estimate.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
+from bisect import bisect_right
 from dataclasses import replace
 
 import torch
 
 from paceline.config import PAGE_SIZE, CacheType, DrafterConfig, EngineOptions, TargetConfig
+from paceline.engine.scratch import round_scratch
 from paceline.errors import ConfigError
-from paceline.state.shapes import StateShape, kv_bytes_per_token, lane_bytes
+from paceline.state.shapes import StateShape, kv_bytes_per_token, lane_bytes, spare_bytes
 
-_SHARE = {"cpu": 0.5, "cuda": 0.85}
-"""Share of the free memory that weights and state may take: on a CPU everybody else's programs live there too, on a GPU the
-scratch of a round needs room."""
+log = logging.getLogger("paceline.engine")
+
+_SHARE = {"cpu": 0.5, "cuda": 0.95}
+"""Share of the free memory that is used: on a CPU everybody else's programs live there too, on a GPU captured launches and
+the allocator's gaps take some."""
 _MIN_CTX = 256
+
+
+def context_limit(options: EngineOptions, target: TargetConfig) -> int:
+    """Tokens of the longest sequence that is wanted. ``ConfigError`` when the model was not made for so many."""
+    wanted = options.max_ctx or target.context_length
+    if wanted > target.context_length:
+        raise ConfigError(f"max_ctx {wanted} exceeds the model's context of {target.context_length}", param="max_ctx")
+    return wanted
+
+
+def check_weights(weight_bytes: int, device: torch.device) -> None:
+    """Refuse weights that a GPU has no room for, before they are read: ``ConfigError`` with both numbers."""
+    free = _free_memory(device)
+    if weight_bytes > free:
+        raise ConfigError(
+            f"the weights need {weight_bytes / 2**20:.0f} MiB, {free / 2**20:.0f} MiB are free on the GPU", param="device"
+        )
 
 
 def plan_state(
@@ -26,28 +52,49 @@ def plan_state(
 ) -> StateShape:
     """The largest context up to the model's that ``max_concurrency`` lanes can have at once, or what the options say.
 
-    ``weight_bytes`` is what the weights, which are not loaded yet, will take. Raises ``ConfigError`` with both numbers when
-    an explicit choice does not fit.
+    ``drafter`` is the effective one, whose block and window the options may have changed. ``weight_bytes`` is what weights
+    that are not loaded yet will take. Raises ``ConfigError`` with both numbers when an explicit choice does not fit; where
+    the choice is ours, a smaller context is logged with both.
     """
     budget = max(0, int(_SHARE[device.type] * _free_memory(device)) - weight_bytes)
-    wanted = options.max_ctx or target.context_length
-    if wanted > target.context_length:
-        raise ConfigError(f"max_ctx {wanted} exceeds the model's context of {target.context_length}", param="max_ctx")
+    wanted = context_limit(options, target)
     draft_type: CacheType = "f16" if device.type == "cuda" else "f32"
-    shape = _shape(options, target, drafter, wanted, draft_type)
-    fixed = options.max_concurrency * lane_bytes(shape)
-    fits = max(0, budget - fixed) // kv_bytes_per_token(shape)
-    if shape.pool_tokens <= fits:
+
+    def shape_of(max_ctx: int) -> StateShape:
+        return _shape(options, target, drafter, max_ctx, draft_type)
+
+    def need(shape: StateShape) -> int:
+        return state_bytes(shape) + scratch_bytes(shape, options, device)
+
+    shape = shape_of(wanted)
+    if need(shape) <= budget:
         return shape
+    explained = _explained(shape, state_bytes(shape), scratch_bytes(shape, options, device), budget)
     if options.max_ctx is None and options.kv_pool_tokens is None:
-        scaled = fits // options.max_concurrency // PAGE_SIZE * PAGE_SIZE
-        if scaled >= _MIN_CTX:
-            return _shape(options, target, drafter, scaled, draft_type)
-    need = fixed + shape.pool_tokens * kv_bytes_per_token(shape)
-    raise ConfigError(
-        f"{options.max_concurrency} lanes and {shape.pool_tokens} tokens of K/V need {need / 2**20:.0f} MiB of state, "
-        f"{budget / 2**20:.0f} MiB are available; lower max_concurrency, max_ctx or kv_pool_tokens",
-        param="max_ctx",
+        contexts = range(_MIN_CTX, wanted, PAGE_SIZE)
+        fitting = bisect_right(contexts, budget, key=lambda max_ctx: need(shape_of(max_ctx)))
+        if fitting:
+            log.info("context of %d tokens instead of %d: %s", contexts[fitting - 1], wanted, explained)
+            return shape_of(contexts[fitting - 1])
+    raise ConfigError(f"{explained}; lower max_concurrency, max_ctx or kv_pool_tokens", param="max_ctx")
+
+
+def state_bytes(shape: StateShape) -> int:
+    """Bytes of the state of all lanes: one page and one lane more than there are, which padding is of."""
+    pages = (shape.pages + 1) * PAGE_SIZE * kv_bytes_per_token(shape)
+    return shape.lanes * lane_bytes(shape) + spare_bytes(shape) + pages
+
+
+def scratch_bytes(shape: StateShape, options: EngineOptions, device: torch.device) -> int:
+    """Bytes kept free for rounds: none on a CPU, where half of the memory stays free."""
+    return round_scratch(shape, options.prefill_tokens).total if device.type == "cuda" else 0
+
+
+def _explained(shape: StateShape, state: int, scratch: int, budget: int) -> str:
+    rounds = f" and {scratch / 2**20:.0f} MiB for rounds" if scratch else ""
+    return (
+        f"{shape.lanes} lanes and {shape.pool_tokens} tokens of K/V need {state / 2**20:.0f} MiB of state{rounds}, "
+        f"{budget / 2**20:.0f} MiB are available"
     )
 
 
@@ -84,6 +131,7 @@ def _shape(
 def _free_memory(device: torch.device) -> int:
     """Bytes of the device's memory that are free or reclaimable."""
     if device.type == "cuda":
+        torch.cuda.empty_cache()  # gives back what loading needed and no longer holds
         return torch.cuda.mem_get_info(device)[0]
     try:
         with open("/proc/meminfo") as file:
