@@ -10,6 +10,8 @@ from torch import Tensor
 from paceline.batch import PackedBatch
 
 _BLOCK = tl.constexpr(1024)
+_FACTS = ["lanes", "row_span", "starts", "lengths", "keep"]
+"""Where these lie depends on the number of rows, for which nothing should be compiled anew."""
 
 
 def causal_conv(x: Tensor, history: Tensor, weight: Tensor, batch: PackedBatch) -> Tensor:
@@ -23,7 +25,7 @@ def causal_conv(x: Tensor, history: Tensor, weight: Tensor, batch: PackedBatch) 
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_FACTS)
 def _causal_conv(x, history, weight, out, lanes, row_span, starts, stride, CHANNELS: tl.constexpr, TAPS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * _BLOCK + tl.arange(0, _BLOCK)
@@ -48,7 +50,7 @@ def conv_history(x: Tensor, history: Tensor, keep: Tensor, batch: PackedBatch) -
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_FACTS)
 def _conv_history(x, history, out, lanes, starts, keep, stride, CHANNELS: tl.constexpr, WIDTH: tl.constexpr):
     place = tl.program_id(0).to(tl.int64)
     span, index = place // WIDTH, place % WIDTH
@@ -70,7 +72,7 @@ def advance_history(history: Tensor, raw: Tensor, keep: Tensor, batch: PackedBat
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_FACTS)
 def _advance_history(
     history,
     raw,

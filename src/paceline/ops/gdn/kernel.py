@@ -25,6 +25,8 @@ _WALK_COLUMNS, _WALK_WARPS = 32, 4
 _PRECISION = "tf32x3"
 _CHUNK = tl.constexpr(CHUNK_SIZE)
 _LEAF = tl.constexpr(16)
+_FACTS = ["lanes", "row_span", "starts", "lengths"]
+"""Where these lie depends on the number of rows, for which nothing should be compiled anew."""
 
 
 # -- what both kinds of rows read ------------------------------------------------------------------------------------------
@@ -99,7 +101,7 @@ def gdn_inputs(
 
 @triton.jit(
     do_not_specialize=["raw_stride", "b_stride", "a_stride"],
-    do_not_specialize_on_alignment=["raw", "history", "weight", "q", "k", "v", "log_raw"],
+    do_not_specialize_on_alignment=["raw", "b", "a", "history", "weight", "q", "k", "v", "g", "log_raw", *_FACTS],
 )
 def _inputs(
     raw,
@@ -236,7 +238,7 @@ def gdn_verify(
     return out, delta
 
 
-_ANY_ALIGNMENT = ["q", "k", "v", "beta", "g", "out", "delta", "head_map", "lanes", "starts", "lengths"]
+_ANY_ALIGNMENT = ["q", "k", "v", "beta", "g", "out", "delta", "head_map", *_FACTS]
 """Where these lie must not choose the code: another layout of the state's tile is another order of summation."""
 
 
@@ -370,7 +372,9 @@ def gdn_replay(state: Tensor, k: Tensor, d: Tensor, g: Tensor, keep: Tensor, hea
     )
 
 
-@triton.jit(do_not_specialize=["k_stride", "d_stride", "g_stride", "lane_count"])
+@triton.jit(
+    do_not_specialize=["k_stride", "d_stride", "g_stride", "lane_count"], do_not_specialize_on_alignment=["keep", *_FACTS]
+)
 def _replay(
     state,
     k,
@@ -604,7 +608,7 @@ def _mm(x, y):
     return tl.dot(x, y, input_precision="ieee")
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_FACTS)
 def _walk(
     q,
     k,

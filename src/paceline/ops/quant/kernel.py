@@ -42,7 +42,7 @@ def dequantize_rows(q: QuantTensor, row_ids: Tensor, dtype: torch.dtype = torch.
     return out.view(*row_ids.shape, columns)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["ids"])
 def _dequantize_rows(data, ids, out, rows, columns, row_bytes, TYPE: tl.constexpr, BYTES: tl.constexpr):
     at, step = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = tl.load(ids + at).to(tl.int64)

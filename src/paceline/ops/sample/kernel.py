@@ -26,6 +26,9 @@ _SEARCH_BLOCK = 8192
 _BRANCH_BITS = 5
 _BRANCHES = tl.constexpr(1 << _BRANCH_BITS)
 
+_OF_ROWS = ["temperature", "min_p", "seed", "choice", "position", "top_k_limit", "top_p"]
+"""Where these lie depends on the number of rows, for which nothing should be compiled anew."""
+
 _KEEP_ALL = tl.constexpr(KEEP_ALL)
 _LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
 
@@ -230,7 +233,7 @@ def best_candidate(scores, ids, inside, temperature, seed, choice, position):
 # ---- draws
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_OF_ROWS)
 def _draw_blocks(
     logits,
     maxima,
@@ -278,7 +281,7 @@ def _best_block(scores, ids, picks, num_blocks, BLOCKS: tl.constexpr):
     tl.store(picks + row, tl.load(ids + row * num_blocks + block).to(tl.int64))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_OF_ROWS)
 def _draw_candidates(scores, ids, temperature, seed, choice, position, out, k, K: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, K)
@@ -295,7 +298,7 @@ def _draw_candidates(scores, ids, temperature, seed, choice, position, out, k, K
     tl.store(out + row, tl.min(tl.where((candidates == key_id(key)) & (at < k), at, K), axis=0).to(tl.int64))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_OF_ROWS)
 def _gumbel(seed, choice, position, ids, noise, columns, stride, step, BLOCK: tl.constexpr):
     row = tl.program_id(1).to(tl.int64)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -304,7 +307,7 @@ def _gumbel(seed, choice, position, ids, noise, columns, stride, step, BLOCK: tl
     tl.store(noise + row * columns + at, drawn, mask=at < columns)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_OF_ROWS)
 def _gumbel_of_vocabulary(seed, choice, position, noise, size, BLOCK: tl.constexpr):
     block = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
@@ -316,7 +319,7 @@ def _gumbel_of_vocabulary(seed, choice, position, noise, size, BLOCK: tl.constex
 # ---- cuts
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_OF_ROWS)
 def _cut_by_rank(values, ids, temperature, top_k_limit, cut, bound, head):
     """The key of rank ``top_k_limit`` where the head holds it; else everything is kept and the bound asks for a search."""
     row = tl.program_id(0).to(tl.int64)
@@ -329,7 +332,7 @@ def _cut_by_rank(values, ids, temperature, top_k_limit, cut, bound, head):
     tl.store(bound + row, tl.where(limited & (limit > head), limit.to(tl.float32), 0.0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_OF_ROWS)
 def _block_masses(logits, values, temperature, cut, masses, vocab, stride, num_blocks, head, BLOCK: tl.constexpr):
     """Weight of what the cut keeps of each block."""
     block = tl.program_id(0)
@@ -344,7 +347,7 @@ def _block_masses(logits, values, temperature, cut, masses, vocab, stride, num_b
         tl.store(masses + row * num_blocks + block, tl.sum(tl.where(kept, weight, 0.0), axis=0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_OF_ROWS)
 def _cut_by_mass(
     values,
     ids,
@@ -382,7 +385,7 @@ def _cut_by_mass(
     tl.store(bound + row, search)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "number", "shift"], do_not_specialize_on_alignment=_OF_ROWS)
 def _search_pass(
     logits,
     values,

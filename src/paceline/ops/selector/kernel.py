@@ -61,6 +61,7 @@ def selector_walk(
         *(t.contiguous() for t in (temperature, seed, choice, position)),
         tokens,
         slots,
+        predecessor.shape[0],
         k,
         rank,
         K=triton.next_power_of_2(k),
@@ -98,7 +99,9 @@ def _scores(
     tl.store(scores + lane * k + at, score, mask=inside)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["slots"], do_not_specialize_on_alignment=["anchors", "temperature", "seed", "choice", "position"]
+)
 def _walk(
     logits,
     candidates,
@@ -112,6 +115,7 @@ def _walk(
     position,
     tokens,
     slots,
+    vocab,
     k,
     rank,
     K: tl.constexpr,
@@ -120,7 +124,8 @@ def _walk(
     lane = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, K)
     inside = at < k
-    previous = tl.load(anchors + lane)
+    # The lanes that fill a batch up may have any anchor.
+    previous = tl.minimum(tl.maximum(tl.load(anchors + lane), 0), vocab - 1)
     for slot in range(slots):
         row = lane * slots + slot
         ids = tl.load(candidates + row * k + at, mask=inside, other=0)
