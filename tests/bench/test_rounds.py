@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 import torch
 
+from paceline import ops
 from paceline.bench import rounds
 from paceline.bench.artefact import prompts
 from paceline.bench.rounds import (
@@ -57,6 +59,24 @@ EVENTS = [
 )
 def test_families(name: str, family: str) -> None:
     assert family_of(name) == family
+
+
+def launched_kernels() -> set[str]:
+    """Names of all kernels that ops launch."""
+    names = set()
+    for path in Path(ops.__file__).parent.glob("*/kernel.py"):
+        source = path.read_text(encoding="utf-8")
+        names |= set(re.findall(r"^ +(_\w+)\[.+\]\(", source, re.MULTILINE))
+        names |= {name for pair in re.findall(r"kernel = (_\w+) if .+ else (_\w+)$", source, re.MULTILINE) for name in pair}
+    for path in Path(ops.__file__).parent.glob("*/*.cu"):
+        names |= set(re.findall(r"__global__[^;{]*?\b(\w+)\s*\(\s*const", path.read_text(encoding="utf-8")))
+    return names
+
+
+def test_every_kernel_of_ours_has_a_family() -> None:
+    names = launched_kernels()
+    assert {"_partial_sums", "_attend", "_verify", "_inputs", "_add_norm", "_rows_with_gates", "product"} <= names
+    assert {name for name in names if family_of(name) == "other"} == set()
 
 
 def test_device_time_counts_overlaps_once() -> None:

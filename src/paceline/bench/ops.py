@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from paceline.bench.ops_cases import OPS, SHAPES, Case, Geometry, Work
 from paceline.bench.timing import Ceiling, ceiling, seconds
 from paceline.engine.arithmetic import configure, resolve_device
 from paceline.errors import ConfigError
+from paceline.ops import dispatch
+from paceline.ops.linear import decode_arithmetic
 
 
 def cases(shape: Geometry, device: torch.device, only: str = "") -> Iterable[Case]:
@@ -67,8 +70,11 @@ def line(result: Mapping[str, Any]) -> str:
 
 
 @torch.inference_mode()
-def run(shape: str, device_name: str, only: str, out: Path, say: Callable[[str], None] = print) -> int:
-    """Measure and record. 1 if an op failed or differs from its reference."""
+def run(
+    shape: str, device_name: str, only: str, out: Path, portable: bool = False, say: Callable[[str], None] = print
+) -> int:
+    """Measure and record. ``portable`` leaves out kernels that are for one generation of GPUs. 1 if an op failed or differs
+    from its reference."""
     if shape not in SHAPES:
         raise ConfigError(f"--shape must be one of {', '.join(SHAPES)}, got {shape!r}", param="shape")
     device = resolve_device(device_name)
@@ -88,11 +94,13 @@ def run(shape: str, device_name: str, only: str, out: Path, say: Callable[[str],
         "ops": [],
     }
     say("at best {tb_per_s:.3g} TB/s and {tflop_per_s:.3g} TFLOP/s ({source})".format(**record["ceiling"]))
-    for case in cases(SHAPES[shape], device, only):
-        record["ops"].append(measure(case, device, limit))
-        record["seconds"] = time.perf_counter() - started
-        write(out, record)
-        say(line(record["ops"][-1]))
+    with dispatch.force("portable") if portable else nullcontext():
+        record["decode_product"] = decode_arithmetic(device)
+        for case in cases(SHAPES[shape], device, only):
+            record["ops"].append(measure(case, device, limit))
+            record["seconds"] = time.perf_counter() - started
+            write(out, record)
+            say(line(record["ops"][-1]))
     if not record["ops"]:
         raise ConfigError(f"--only: no op has {only!r} in its name", param="only")
     failed = sum("problem" in result for result in record["ops"])

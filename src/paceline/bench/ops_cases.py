@@ -20,7 +20,7 @@ from paceline.bench.timing import rotation
 from paceline.config import PAGE_SIZE
 from paceline.ops import conv, dispatch, gdn, linear, norm, topk
 from paceline.ops.activation import gated_heads, swiglu
-from paceline.ops.attention import attention
+from paceline.ops.attention import attention, attention_inputs
 from paceline.ops.kv import PagedTensor, allocate_pages, bytes_per_token, read_pages, write_rows
 from paceline.ops.quant import BLOCKS, QuantTensor, dequantize
 from paceline.ops.rope import RopeTable, apply_rope
@@ -34,6 +34,8 @@ SPLIT_TF32 = 1e-4
 FLOAT16 = 1e-3
 """Error where operands or results are rounded to 16 bits."""
 EXACT = 0.0
+OPERAND = torch.float16
+"""What ops that are followed by products leave on a GPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,14 +271,15 @@ def linears(shape: Geometry, device: torch.device) -> Cases:
 
 def _linear(weights: _Weights, kind: RowKind, rows: int) -> Work:
     n, k = weights.product.n, weights.product.k
-    x = torch.randn(rows, k, device=weights.device)
+    gate, up = torch.randn(2, rows, k, device=weights.device)
+    x = swiglu(gate, up, OPERAND)  # rows as the op before leaves them
 
     def run(copy: int) -> Tensor:
         return linear.linear(x, weights.packed[copy], kind)
 
     def error() -> float:
         _poison(weights.device)
-        return difference(run(0), x @ weights.values.T)
+        return difference(run(0), _tensors(x)[0] @ weights.values.T)
 
     nbytes = weights.stored.nbytes + 4 * rows * (n + k)
     return Work(run, error, FLOAT16, len(weights.packed), nbytes, 2 * rows * n * k)
@@ -349,6 +352,32 @@ def _random_pages(pages: int, heads: int, dim: int, device: torch.device) -> Pag
 def kv_writes(shape: Geometry, device: torch.device) -> Cases:
     for rows in (*shape.decode_rows, *shape.prompt_rows):
         yield Case(f"kv write q8_0 rows={rows}", functools.partial(_kv_write, shape, rows, device))
+        yield Case(f"kv attention_inputs q8_0 rows={rows}", functools.partial(_attention_inputs, shape, rows, device))
+
+
+def _attention_inputs(shape: Geometry, rows: int, device: torch.device) -> Work:
+    pages = torch.arange(-(-rows // PAGE_SIZE), device=device)
+    keys, values = (_random_pages(len(pages), shape.kv_heads, shape.head_dim, device) for _ in range(2))
+    q = torch.randn(rows, shape.heads, shape.head_dim, device=device)
+    k, v = torch.randn(2, rows, shape.kv_heads, shape.head_dim, device=device)
+    q_weight, k_weight = torch.randn(2, shape.head_dim, device=device)
+    angles = RopeTable(rows, shape.rotary_dim, 1e7, None, device).at(torch.arange(rows, device=device))
+    slots = torch.randperm(rows, device=device)
+
+    def run(copy: int) -> Tensor:
+        return attention_inputs(q, k, v, q_weight, k_weight, 1e-6, angles, keys, values, slots)
+
+    def results() -> tuple[Tensor, ...]:
+        return run(0), *(read_pages(cache, pages).flatten(0, 1)[slots] for cache in (keys, values))
+
+    def error() -> float:
+        got = results()
+        with dispatch.force("ref"):
+            return difference(got, results())
+
+    stored = 2 * rows * bytes_per_token("q8_0", shape.kv_heads, shape.head_dim)
+    # A value that lies between two levels may be rounded to either, by whatever is off in its last bit.
+    return Work(run, error, FLOAT16, 1, 2 * q.nbytes + 2 * k.nbytes + stored)
 
 
 def _kv_write(shape: Geometry, rows: int, device: torch.device) -> Work:
@@ -516,22 +545,24 @@ def _rms_norm(shape: Geometry, rows: int, device: torch.device) -> Work:
 def _add_rms_norm(shape: Geometry, rows: int, device: torch.device) -> Work:
     x, delta = (torch.randn(rows, shape.hidden, device=device) for _ in range(2))
     weight = torch.randn(shape.hidden, device=device)
-    return _pure(norm.add_rms_norm, [(x, delta, weight, 1e-6)], FLOAT16, 4 * x.nbytes)
+    return _pure(norm.add_rms_norm, [(x, delta, weight, 1e-6, OPERAND)], FLOAT16, 4 * x.nbytes)
 
 
 def _gated_output(shape: Geometry, rows: int, device: torch.device) -> Work:
     o, z = (torch.randn(rows, shape.value_heads, shape.gdn_dim, device=device) for _ in range(2))
-    return _pure(norm.gated_output, [(o, z, torch.randn(shape.gdn_dim, device=device), 1e-6)], FLOAT16, 3 * o.nbytes)
+    return _pure(
+        norm.gated_output, [(o, z, torch.randn(shape.gdn_dim, device=device), 1e-6, OPERAND)], FLOAT16, 3 * o.nbytes
+    )
 
 
 def _gated_heads(shape: Geometry, rows: int, device: torch.device) -> Work:
     o, gate = (torch.randn(rows, shape.heads, shape.head_dim, device=device) for _ in range(2))
-    return _pure(gated_heads, [(o, gate)], FLOAT16, 3 * o.nbytes)
+    return _pure(gated_heads, [(o, gate, OPERAND)], FLOAT16, 3 * o.nbytes)
 
 
 def _swiglu(shape: Geometry, rows: int, device: torch.device) -> Work:
     both = torch.randn(rows, 2 * shape.intermediate, device=device)
-    return _pure(swiglu, [both.chunk(2, dim=1)], FLOAT16, 3 * both.nbytes // 2)
+    return _pure(swiglu, [(*both.chunk(2, dim=1), OPERAND)], FLOAT16, 3 * both.nbytes // 2)
 
 
 def _rope(shape: Geometry, rows: int, device: torch.device) -> Work:

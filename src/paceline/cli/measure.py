@@ -85,6 +85,9 @@ def ops(
         str, typer.Option("--only", metavar="NAME", help="Cases with this in their name, or the group of this name.")
     ] = "",
     device: Device = DEFAULTS.device,
+    portable: Annotated[
+        bool, typer.Option("--portable", help="Without the kernels that are for one generation of GPUs.")
+    ] = False,
     out: Out = Path("benchmarks/ops.json"),
 ) -> int:
     """Every op beside the ceiling of the device, after it has been compared with its reference.
@@ -93,7 +96,7 @@ def ops(
     """
     from paceline.bench.ops import run
 
-    return run(shape, device, only, out)
+    return run(shape, device, only, out, portable)
 
 
 def rounds(
