@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,7 @@ class PackedBatch:
     of the first row), ``span_lengths``, ``span_bases`` (position of the first row) and ``lanes`` (where in the state of all
     lanes that of a span's lane is) [S]. ``lengths`` and ``bases`` repeat it on the host. In a batch that is captured once
     and run with other contents they are upper bounds, from which launches are sized; there a span may also be empty, and
-    rows behind the last real one belong to such a span: what they compute is nobody's. No two spans with rows are of one lane.
+    rows behind the last real one belong to such a span: what they compute is nobody's. No two spans with rows share a lane.
     ``plans`` caches what an op derives from these, so that the layers of one forward share it.
     """
 
@@ -51,6 +51,10 @@ class PackedBatch:
         """Index of the first row of each span, by the host's lengths."""
         ends = np.cumsum(self.lengths)
         return tuple(int(end) - length for end, length in zip(ends, self.lengths, strict=True))
+
+    def without_plans(self) -> PackedBatch:
+        """The same tensors, from which nothing has been derived yet: their contents may have changed."""
+        return replace(self, plans={})
 
     def row_offsets(self) -> Tensor:
         """[N]: how many rows of its span come before each row."""

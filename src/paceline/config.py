@@ -16,6 +16,8 @@ LayerType = Literal["gdn", "attention"]
 HeadLayout = Literal["grouped", "tiled"]
 CacheType = Literal["f32", "f16", "bf16", "q8_0"]
 CACHE_TYPES: tuple[CacheType, ...] = ("f32", "f16", "bf16", "q8_0")
+DraftPolicy = Literal["auto", "fixed"]
+DRAFT_POLICIES: tuple[DraftPolicy, ...] = ("auto", "fixed")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 PAGE_SIZE = 16
@@ -123,7 +125,16 @@ _LOWEST = {
     "threads": 1,
 }
 """The options that are integers, and the least each may be."""
-_MAY_BE_NONE = ("drafter", "max_ctx", "draft_swa", "draft_block_size", "kv_pool_tokens", "threads", "model_name")
+_MAY_BE_NONE = (
+    "drafter",
+    "max_ctx",
+    "draft_swa",
+    "draft_block_size",
+    "kv_pool_tokens",
+    "threads",
+    "spec_synth_len",
+    "model_name",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,10 +152,14 @@ class EngineOptions:
     speculation: bool = True
     draft_swa: int | None = None
     draft_block_size: int | None = None
+    draft_policy: DraftPolicy = "auto"
     kv_pool_tokens: int | None = None
     admission_coalesce_ms: float = 20.0
     prefill_tokens: int = 512
     threads: int | None = None
+    cuda_graphs: bool = True
+    nvtx: bool = False
+    spec_synth_len: float | None = None
     model_name: str | None = None
 
     def __post_init__(self) -> None:
@@ -154,9 +169,13 @@ class EngineOptions:
                 raise ConfigError(f"{name} is empty: give a file or a directory", param=name)
         if self.dtype not in DTYPES:
             raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}", param="dtype")
-        for name in ("cache_type_k", "cache_type_v"):
-            if getattr(self, name) not in CACHE_TYPES:
-                raise ConfigError(f"{name} must be one of {', '.join(CACHE_TYPES)}, got {getattr(self, name)!r}", param=name)
+        for name, choices in (
+            ("cache_type_k", CACHE_TYPES),
+            ("cache_type_v", CACHE_TYPES),
+            ("draft_policy", DRAFT_POLICIES),
+        ):
+            if getattr(self, name) not in choices:
+                raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}", param=name)
         for name, low in _LOWEST.items():
             value = getattr(self, name)
             if value is not None and value < low:
@@ -173,8 +192,8 @@ class EngineOptions:
         for wanted, kinds, names in (
             ("text", (str,), ("target", "drafter", "device", "model_name")),
             ("an integer", (int,), tuple(_LOWEST)),
-            ("a number", (int, float), ("admission_coalesce_ms",)),
-            ("True or False", (bool,), ("speculation",)),
+            ("a number", (int, float), ("admission_coalesce_ms", "spec_synth_len")),
+            ("True or False", (bool,), ("speculation", "cuda_graphs", "nvtx")),
         ):
             for name in names:
                 value = getattr(self, name)

@@ -28,14 +28,16 @@ import torch
 import paceline
 from paceline.bench.artefact import WORKLOAD, load_workload, provenance
 from paceline.bench.drafters import ScriptedDrafter, random_drafter
-from paceline.bench.law_cases import BLOCK_SIZE, MAX_CTX, Case, table
+from paceline.bench.law_cases import BLOCK_SIZE, MAX_CTX, Case, eagerly, table
 from paceline.config import DEMO_DRAFTER, DEMO_TARGET
 from paceline.engine.arithmetic import describe, fingerprint, resolve_dtype
 from paceline.engine.build import EngineParts, build
 from paceline.engine.capacity import plan_state
 from paceline.engine.drafting import DFlashDrafter, Drafter
 from paceline.engine.engine import Engine
+from paceline.engine.graphs import Graphs
 from paceline.engine.plan import Round, RoundResult
+from paceline.engine.policy import make_policy
 from paceline.engine.runner import Runner
 from paceline.engine.scheduler import Scheduler
 from paceline.models.qwen35 import key_head_of
@@ -83,7 +85,7 @@ class Workbench:
         options = case.options()
         key = (case.dtype, case.draft_swa, case.draft_block_size)
         if key not in self._loaded:
-            self._loaded[key] = build(replace(options, speculation=True))
+            self._loaded[key] = build(replace(options, speculation=True, cuda_graphs=False))
         torch.set_num_threads(case.threads)
         loaded = self._loaded[key]
         target = loaded.runner.target
@@ -93,6 +95,7 @@ class Workbench:
             plan_state(options, target.config, config, loaded.runner.pool.device),
             key_head_of(target.config),
             loaded.runner.pool.device,
+            verify_rows=drafter.block_size if drafter else 1,
         )
         scheduler = Scheduler(
             pool,
@@ -100,10 +103,12 @@ class Workbench:
             block_size=drafter.block_size if drafter else 1,
             prefill_tokens=case.prefill_tokens,
             clock=time.monotonic,
+            policy=make_policy(case.draft_policy),
         )
+        graphs = Graphs(target, drafter, pool) if case.cuda_graphs and pool.device.type == "cuda" else None
         arithmetic = describe(options)
         info = replace(loaded.info, arithmetic=arithmetic, fingerprint=fingerprint(arithmetic), max_concurrency=case.lanes)
-        return EngineParts(Runner(target, drafter, pool), scheduler, info)
+        return EngineParts(Runner(target, drafter, pool, graphs=graphs), scheduler, info)
 
     def _drafter(self, case: Case, loaded: EngineParts, references: Mapping[str, Answers]) -> Drafter:
         drafter, target = loaded.runner.drafter, loaded.runner.target
@@ -338,8 +343,10 @@ def main(arguments: Iterable[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m paceline.bench.law", description="Check the law on the demo pair.")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/law"), help="where results are kept")
     parser.add_argument("--only", default="", metavar="WORD", help="only cases with this word in their name")
+    parser.add_argument("--eager", action="store_true", help="on a GPU, also every case without captured forwards")
     options = parser.parse_args(None if arguments is None else list(arguments))
-    cases = with_references(table(), options.only)
+    every = table()
+    cases = with_references(every + eagerly(every) if options.eager else every, options.only)
     if not cases:
         parser.error(f"no case has {options.only!r} in its name")
     agreed = run_table(Workbench(), cases, workload(), options.output)

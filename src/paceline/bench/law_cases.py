@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from paceline.config import CACHE_TYPES, CacheType, EngineOptions
+from paceline.config import CACHE_TYPES, CacheType, DraftPolicy, EngineOptions
 from paceline.engine.arithmetic import describe, fingerprint, resolve_dtype
 
 MAX_CTX = 2048
@@ -23,7 +23,8 @@ class Case:
     A case that is compared with nothing is a reference. ``whole`` asks the whole workload, else two fifths of it.
     ``drafter``: the one in the file, the same with random weights, or a script that has as many drafts right as its turn
     says. ``neighbours`` lets the requests arrive at random among others that are cancelled; ``mixed`` has every other
-    request go without speculation; ``vary`` draws the number of drafts anew before each round.
+    request go without speculation; ``vary`` draws the number of drafts anew before each round. The policy is ``fixed`` but
+    where it is the thing tested: acceptances are compared, and an ``auto`` one's depend on how long rounds took.
     """
 
     name: str
@@ -39,8 +40,10 @@ class Case:
     cache_type_v: CacheType = "q8_0"
     prefill_tokens: int = 512
     threads: int = 2
+    cuda_graphs: bool = True
     draft_swa: int | None = None
     draft_block_size: int | None = None
+    draft_policy: DraftPolicy = "fixed"
     neighbours: bool = False
     mixed: bool = False
     vary: bool = False
@@ -55,8 +58,10 @@ class Case:
             speculation=self.speculation,
             draft_swa=self.draft_swa,
             draft_block_size=self.draft_block_size,
+            draft_policy=self.draft_policy,
             prefill_tokens=self.prefill_tokens,
             threads=self.threads,
+            cuda_graphs=self.cuda_graphs,
         )
 
     def fingerprint(self) -> str:
@@ -77,6 +82,13 @@ def table() -> list[Case]:
         *_schedules(replace(part, keeps_of=part.name)),
         *_drafting(part),
         *_arithmetics(part),
+    ]
+
+
+def eagerly(cases: list[Case]) -> list[Case]:
+    """The same cases without captured forwards, those that are compared with nothing against the captured ones."""
+    return [
+        replace(case, name=f"{case.name}, eager", cuda_graphs=False, tokens_of=case.tokens_of or case.name) for case in cases
     ]
 
 
@@ -111,6 +123,9 @@ def _drafting(part: Case) -> list[Case]:
         replace(part, name="on, 6 lanes, drafts vary by round", vary=True),
         replace(part, name="on, 6 lanes, every other request plain", mixed=True),
         replace(part, name="on, 6 lanes, drafts vary, neighbours", vary=True, mixed=True, neighbours=True),
+        replace(part, name="on, 6 lanes, auto policy", draft_policy="auto"),
+        replace(part, name="on, 6 lanes, auto policy, random drafter", draft_policy="auto", drafter="random"),
+        replace(part, name="on, 6 lanes, auto policy, neighbours", draft_policy="auto", mixed=True, neighbours=True),
         replace(part, name="on, 6 lanes, scripted, neighbours", drafter="scripted", neighbours=True),
     ]
     for name, drafting in (

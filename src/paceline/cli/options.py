@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from paceline.config import CACHE_TYPES, DTYPES, EngineOptions
+from paceline.config import CACHE_TYPES, DRAFT_POLICIES, DTYPES, EngineOptions
 from paceline.types import SamplingParams
 
 DEFAULTS = EngineOptions()
@@ -67,6 +67,15 @@ DraftBlockSize = Annotated[
         show_default="as trained",
     ),
 ]
+DraftPolicy = Annotated[
+    str,
+    typer.Option(
+        "--draft-policy",
+        metavar="|".join(DRAFT_POLICIES),
+        help="auto verifies as many drafts as pay, down to none, from measured costs and acceptance; fixed always all. "
+        "Tokens do not depend on it.",
+    ),
+]
 DraftSwa = Annotated[
     int | None,
     typer.Option(
@@ -96,6 +105,22 @@ Threads = Annotated[
     int | None,
     typer.Option(
         "--threads", metavar="N", help="Threads of the CPU's products; tokens do not depend on it.", show_default="torch's"
+    ),
+]
+CudaGraphs = Annotated[
+    bool,
+    typer.Option(
+        "--cuda-graphs/--no-cuda-graphs",
+        help="Capture the decode forwards at start-up and run each in one launch (GPU only). Tokens do not depend on it.",
+    ),
+]
+Nvtx = Annotated[bool, typer.Option("--nvtx", help="Mark the stages of rounds for NVIDIA's profilers (GPU only).")]
+SpecSynthLen = Annotated[
+    float | None,
+    typer.Option(
+        "--spec-synth-len",
+        metavar="TOKENS",
+        help="For benchmarks only: acceptance is made up, with this mean length, and the text means nothing.",
     ),
 ]
 MaxCtx = Annotated[

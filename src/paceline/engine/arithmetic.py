@@ -10,8 +10,9 @@ import torch
 
 from paceline.config import EngineOptions
 from paceline.errors import ConfigError
+from paceline.ops.linear import decode_arithmetic
 
-KERNEL_TABLE = 1
+KERNEL_TABLE = 2
 """Version of the ops' tile sizes, splits and orders of summation. Raise it whenever one of them changes."""
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -55,6 +56,8 @@ def describe(options: EngineOptions) -> str:
         "torch": torch.__version__,
         "kernels": str(KERNEL_TABLE),
     }
+    if device.type == "cuda":
+        parts["decode product"] = decode_arithmetic(device)
     return "; ".join(f"{name}={value}" for name, value in parts.items())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from dataclasses import dataclass
@@ -11,14 +12,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.config import DEMO_DRAFTER, DEMO_TARGET, DrafterConfig, EngineOptions, TargetConfig
+from paceline.config import DEMO_DRAFTER, DEMO_TARGET, PAGE_SIZE, DrafterConfig, EngineOptions, TargetConfig
 from paceline.engine.arithmetic import configure, describe, fingerprint, resolve_device, resolve_dtype
-from paceline.engine.capacity import plan_state
+from paceline.engine.capacity import check_weights, context_limit, plan_state, scratch_bytes, state_bytes
 from paceline.engine.drafting import DFlashDrafter, Drafter
+from paceline.engine.graphs import Graphs
 from paceline.engine.memory import keep_freed_memory
+from paceline.engine.policy import make_policy
 from paceline.engine.runner import Runner
 from paceline.engine.scheduler import Scheduler
+from paceline.engine.synthetic import SyntheticAcceptance
 from paceline.engine.window import effective_drafter, window_line
+from paceline.errors import ConfigError
 from paceline.models.dflash import DFlash
 from paceline.models.qwen35 import Qwen35, key_head_of
 from paceline.state.pool import StatePool
@@ -55,26 +60,28 @@ def build(options: EngineOptions, drafter: Drafter | None = None) -> EngineParts
         torch.set_num_threads(options.threads)
     device = resolve_device(options.device)
     configure(device)
-    dtype = resolve_dtype(options.dtype, device)
     target_path, drafter_path = resolve_paths(options)
     target_file = open_target(target_path)
     drafter_file = open_drafter(drafter_path) if drafter_path and drafter is None else None
     drafter_config = _check_drafter(options, target_file, drafter_file)
 
-    target = Qwen35(target_file.config, dtype)
-    model = DFlash(drafter_config, dtype) if drafter_config else None
-    weight_bytes = _bytes(target, target_file, device) + _bytes(model, drafter_file, device)
-    shape = plan_state(options, target_file.config, drafter_config, device, weight_bytes)
-    fill(target, target_file, device)
-    target.finish(shape.max_ctx + shape.draft_rows)
-    if model is not None and drafter_file is not None:
-        fill(model, drafter_file, device)
-        model.finish(shape.max_ctx + shape.draft_rows)
+    target, model, shape = _models(options, device, target_file, drafter_file, drafter_config)
+    if model is not None:
         drafter = DFlashDrafter(model, target)
-    pool = StatePool(shape, key_head_of(target_file.config), device)
     block_size = drafter.block_size if drafter else 1
+    pool = StatePool(shape, key_head_of(target_file.config), device, verify_rows=block_size)
+    policy = make_policy(options.draft_policy)
+    graphs = None
+    if device.type == "cuda" and options.cuda_graphs:
+        graphs = Graphs(target, drafter, pool)
+        policy.seed(*graphs.costs())
     scheduler = Scheduler(
-        pool, max_ctx=shape.max_ctx, block_size=block_size, prefill_tokens=options.prefill_tokens, clock=time.monotonic
+        pool,
+        max_ctx=shape.max_ctx,
+        block_size=block_size,
+        prefill_tokens=options.prefill_tokens,
+        clock=time.monotonic,
+        policy=policy,
     )
     arithmetic = describe(options)
     info = EngineInfo(
@@ -91,28 +98,100 @@ def build(options: EngineOptions, drafter: Drafter | None = None) -> EngineParts
         block_size=block_size if drafter else None,
         speculation=drafter is not None,
     )
-    _log_start(info, shape, time.perf_counter() - started)
-    return EngineParts(Runner(target, drafter, pool), scheduler, info)
+    _log_start(info, shape, scratch_bytes(shape, options, device), time.perf_counter() - started)
+    runner = Runner(target, drafter, pool, graphs=graphs, synthetic=_synthetic(options, drafter), nvtx=options.nvtx)
+    return EngineParts(runner, scheduler, info)
+
+
+def _synthetic(options: EngineOptions, drafter: Drafter | None) -> SyntheticAcceptance | None:
+    if options.spec_synth_len is None:
+        return None
+    if drafter is None:
+        raise ConfigError("spec_synth_len needs a drafter and speculation", param="spec_synth_len")
+    log.warning(
+        "ACCEPTANCE IS MADE UP (spec_synth_len %g): the text of this engine means nothing; for benchmarks only",
+        options.spec_synth_len,
+    )
+    return SyntheticAcceptance(options.spec_synth_len, drafter.block_size)
+
+
+def _models(
+    options: EngineOptions,
+    device: torch.device,
+    target_file: Checkpoint[TargetConfig],
+    drafter_file: Checkpoint[DrafterConfig] | None,
+    drafter_config: DrafterConfig | None,
+) -> tuple[Qwen35, DFlash | None, StateShape]:
+    """The models, loaded, and the state's size: on a CPU from what weights will take, on a GPU from what they left free."""
+    dtype = resolve_dtype(options.dtype, device)
+    target = Qwen35(target_file.config, dtype)
+    drafter = DFlash(drafter_config, dtype) if drafter_config else None
+    weight_bytes = _bytes(target, target_file, device) + _bytes(drafter, drafter_file, device)
+    plan = functools.partial(plan_state, options, target_file.config, drafter_config, device)
+    max_ctx, shape = context_limit(options, target_file.config), None
+    if device.type == "cpu":
+        shape = plan(weight_bytes)
+        max_ctx = shape.max_ctx
+    else:
+        check_weights(weight_bytes, device)
+    positions = max_ctx + (drafter_config.block_size if drafter_config else 0)
+    _load(target, target_file, device, positions)
+    if drafter is not None and drafter_file is not None:
+        _load(drafter, drafter_file, device, positions)
+    return target, drafter, shape or plan()
+
+
+def _load(model: Qwen35 | DFlash, checkpoint: Checkpoint[Any], device: torch.device, positions: int) -> None:
+    """Fill a model and make it ready for positions below ``positions``."""
+    started, before = time.perf_counter(), _allocated(device)
+    try:
+        fill(model, checkpoint, device)
+        model.finish(positions)
+    except torch.OutOfMemoryError as error:
+        room = torch.cuda.get_device_properties(device).total_memory
+        raise ConfigError(
+            f"{checkpoint.path}: the weights do not fit: {_allocated(device) / 2**20:.0f} MiB were loaded "
+            f"when the GPU's {room / 2**20:.0f} MiB were used up",
+            param="device",
+        ) from error
+    if device.type == "cuda":
+        stored = sum(tensor.nbytes for tensor in checkpoint.tensors.values())
+        log.info(
+            "%s: %.2f GiB on the GPU, %.2f GiB in the file, loaded in %.1f s",
+            checkpoint.path.name,
+            (_allocated(device) - before) / 2**30,
+            stored / 2**30,
+            time.perf_counter() - started,
+        )
+
+
+def _allocated(device: torch.device) -> int:
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 
 def _bytes(module: nn.Module | None, checkpoint: Checkpoint[Any] | None, device: torch.device) -> int:
-    """Bytes that a model's weights will take: as they are stored on a GPU, dense on a CPU."""
+    """Bytes that a model's weights will take: dense on a CPU, at least what is stored on a GPU."""
     if module is None or checkpoint is None:
         return 0
-    if device.type == "cuda":
-        return sum(tensor.nbytes for tensor in checkpoint.tensors.values())
-    return sum(parameter.nbytes for parameter in module.parameters())
+    dense = {name: parameter.nbytes for name, parameter in module.named_parameters()}
+    if device.type == "cpu":
+        return sum(dense.values())
+    return sum(min(dense.get(name, tensor.nbytes), tensor.nbytes) for name, tensor in checkpoint.tensors.items())
 
 
-def _log_start(info: EngineInfo, shape: StateShape, seconds: float) -> None:
+def _log_start(info: EngineInfo, shape: StateShape, scratch: int, seconds: float) -> None:
     log.info("arithmetic %s: %s", info.fingerprint, info.arithmetic)
     log.info(
-        "%d lanes x %d tokens of context; K/V pool %d tokens, %.1f MiB; %.1f MiB of state per lane",
+        "%d lanes x %d tokens of context: %.1f MiB of state, of it K/V for %d tokens in %d pages, %.1f MiB, "
+        "and %.1f MiB per lane%s",
         shape.lanes,
         shape.max_ctx,
+        state_bytes(shape) / 2**20,
         shape.pool_tokens,
-        shape.pool_tokens * kv_bytes_per_token(shape) / 2**20,
+        shape.pages,
+        shape.pages * PAGE_SIZE * kv_bytes_per_token(shape) / 2**20,
         lane_bytes(shape) / 2**20,
+        f"; {scratch / 2**20:.1f} MiB kept free for rounds" if scratch else "",
     )
     log.info("loaded %s in %.1f s", info.model_name, seconds)
 

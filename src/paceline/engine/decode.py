@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -88,8 +88,3 @@ def verify_forward(target: Qwen35, drafter: Drafter | None, tokens: Tensor, half
     if drafter is not None and features is not None:
         drafter.project(features, half.batch, half.context)
     return target.logits(hidden)
-
-
-def without_plans(half: Half) -> Half:
-    """The half for other contents of the same tensors: nothing that was derived from the batch is kept."""
-    return replace(half, batch=replace(half.batch, plans={}))

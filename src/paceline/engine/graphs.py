@@ -21,7 +21,6 @@ from paceline.engine.decode import (
     pack_decode,
     unpack_decode,
     verify_forward,
-    without_plans,
 )
 from paceline.engine.drafting import DFlashDrafter, Drafter
 from paceline.engine.plan import VerifySpan
@@ -90,8 +89,7 @@ class Graphs:
         logits = self._logits[: shape.rows]
 
         def forward() -> None:
-            half = without_plans(inputs.half)
-            logits.copy_(verify_forward(self._target, self._drafter, tokens, half))
+            logits.copy_(verify_forward(self._target, self._drafter, tokens, inputs.half.afresh()))
 
         graph, seconds = self._captured(forward)
         return CapturedVerify(shape, graph, seconds, packed, inputs, tokens, logits, pool.spare_lane)
@@ -107,7 +105,7 @@ class Graphs:
         views = pool.draft_views()
 
         def forward() -> None:
-            drafts.copy_(drafter.forward(inputs, views))
+            drafts.copy_(drafter.forward(replace(inputs, batch=inputs.batch.without_plans()), views))
 
         graph, seconds = self._captured(forward)
         return CapturedDraft(drafter, lanes, graph, seconds, packed, drafts, pool.spare_lane)
@@ -145,7 +143,7 @@ class CapturedVerify:
     def fed(self, spans: Sequence[VerifySpan], block: int) -> CapturedVerify:
         """The same graph with other spans."""
         to_device(pack_decode(spans, block, self.shape, self.spare_lane), self.packed.device, self.packed)
-        return replace(self, inputs=replace(self.inputs, half=without_plans(self.inputs.half)))
+        return replace(self, inputs=replace(self.inputs, half=self.inputs.half.afresh()))
 
     def run(self, drafts: Tensor | None) -> tuple[Tensor, Tensor]:
         """(tokens [N], logits [N, V]) with padding at the end."""

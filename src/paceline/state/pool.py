@@ -8,7 +8,7 @@ visible (K/V pages) or in the transaction (replay logs, new prefill states, raw 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -44,6 +44,10 @@ class Half:
     batch: PackedBatch
     target: TargetViews
     context: list[ContextView]
+
+    def afresh(self) -> Half:
+        """The same views for other contents of the batch's tensors."""
+        return replace(self, batch=self.batch.without_plans())
 
 
 @dataclass(slots=True)

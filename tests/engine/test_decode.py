@@ -1,0 +1,55 @@
+"""What the decode half's forwards are fed, with and without padding, and the buckets of the captured ones."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from paceline.engine.decode import DecodeShape, pack_decode, unpack_decode
+from paceline.engine.graphs import decode_shapes, span_buckets
+from paceline.engine.plan import VerifySpan
+from paceline.types import Request
+
+BLOCK, SPARE = 4, 9
+REQUEST = Request("0", (1, 2, 3), 0.0, 1.0, 0, 0.0, 0, 10)
+SPANS = [VerifySpan(REQUEST, 5, 100, 11, 3), VerifySpan(REQUEST, 2, 40, 12, 0), VerifySpan(REQUEST, 0, 7, 13, 1)]
+TOKENS = [11, 21, 22, 23, 12, 13, 31]
+
+
+def unpacked(shape: DecodeShape) -> tuple[list[list[int]], list[int]]:
+    """Fields of the batch, and the tokens of its rows."""
+    packed = torch.from_numpy(pack_decode(SPANS, BLOCK, shape, SPARE))
+    assert len(packed) == shape.size
+    batch, anchors, sources = unpack_decode(packed, shape, [4] * shape.spans, [0] * shape.spans)
+    drafts = torch.tensor([[21, 22, 23], [31, 32, 33]])
+    fields = (batch.positions, batch.row_span, batch.starts, batch.span_lengths, batch.span_bases, batch.lanes)
+    return [field.tolist() for field in fields], torch.cat((anchors, drafts.flatten()))[sources].tolist()
+
+
+def test_rows_lie_one_after_another() -> None:
+    fields, tokens = unpacked(DecodeShape(7, 3))
+    assert fields == [[100, 101, 102, 103, 40, 7, 8], [0, 0, 0, 0, 1, 2, 2], [0, 4, 5], [4, 1, 2], [100, 40, 7], [5, 2, 0]]
+    assert tokens == TOKENS
+
+
+def test_padding_is_an_empty_span_of_the_spare_lane() -> None:
+    fields, tokens = unpacked(DecodeShape(10, 5, padded=True))
+    positions, row_span, starts, lengths, bases, lanes = fields
+    assert positions[7:] == [0, 0, 0] and row_span[7:] == [4, 4, 4]
+    assert starts == [0, 4, 5, 7, 7] and lengths == [4, 1, 2, 0, 0] and bases[3:] == [0, 0] and lanes[3:] == [SPARE, SPARE]
+    assert tokens[:7] == TOKENS
+
+
+@pytest.mark.parametrize("block", [1, 4, 8, 16])
+@pytest.mark.parametrize("lanes", [1, 2, 3, 6, 8, 32])
+def test_every_round_has_a_bucket_with_little_padding(lanes: int, block: int) -> None:
+    buckets, shapes = span_buckets(lanes), decode_shapes(lanes, block)
+    assert buckets[-1] == lanes and all(below < above <= 2 * below for below, above in pairwise(buckets))
+    for spans in range(1, lanes + 1):
+        bucket = next(b for b in buckets if b >= spans)
+        rows = [shape.rows for shape in shapes if shape.spans == bucket + 1]
+        assert rows == sorted(set(rows)) and rows[-1] == bucket * block
+        for count in range(spans, spans * block + 1):
+            assert min(r for r in rows if r >= count) - count < max(bucket, 32 if count > 64 else 8)
