@@ -120,19 +120,19 @@ def test_a_server_that_does_not_start_is_named_with_its_log(tmp_path: Path) -> N
 
 
 def test_a_run_measures_and_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    workload = Workload(prompt_tokens=11, output_tokens=6, concurrency=(1, 2))
+    workload = Workload(prompt_tokens=11, output_tokens=3, concurrency=(1, 2), warm_up=2)
     flags = ("--dtype", "float32", "--max-ctx", "128", "--threads", "1")
     out = tmp_path / "record" / "serve.json"
     assert run(Plan("demo", "demo", (Configuration("on", ()),), workload, out, flags, peer=PEER)) == 0
     record = json.loads(out.read_text())
     assert [(c["concurrency"], c["requests"], c["tokens"], c["errors"]) for c in record["cells"]] == [
-        (1, 6, 36, []),
-        (2, 9, 54, []),
+        (1, 6, 18, []),
+        (2, 9, 27, []),
     ]
     assert all(1 <= c["acceptance_length"] <= 8 and c["window_throughput"] > c["goodput"] > 0 for c in record["cells"])
     answers = [answer for c in record["cells"] for answer in c["answers"]]
     assert all(a["start_ms"] < a["first_ms"] <= a["last_ms"] and a["prompt_tokens"] == 11 for a in answers)
-    assert sorted(answer["prompt"] for answer in answers) == [*range(1, 7), *range(8, 17)]  # 0 and 7 warmed up
+    assert sorted(answer["prompt"] for answer in answers) == [*range(2, 8), *range(10, 19)]  # the others warmed up
     (configuration,) = record["configurations"]
     assert configuration["arithmetic"].startswith("device=") and configuration["fingerprint"].startswith("pl-")
     assert record["target"]["sha256"] and record["versions"]["torch"] and record["hardware"]["cores"]

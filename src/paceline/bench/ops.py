@@ -97,7 +97,9 @@ def run(
     with dispatch.force("portable") if portable else nullcontext():
         record["decode_product"] = decode_arithmetic(device)
         for case in cases(SHAPES[shape], device, only):
+            begun = time.perf_counter()
             record["ops"].append(measure(case, device, limit))
+            record["ops"][-1]["seconds"] = time.perf_counter() - begun
             record["seconds"] = time.perf_counter() - started
             write(out, record)
             say(line(record["ops"][-1]))

@@ -1,7 +1,7 @@
 """Throughput over HTTP, closed loop: ``paceline bench serve``.
 
 Each configuration is one ``paceline serve`` with flags of its own. At concurrency C there are C streams and a new request
-begins as one ends, 3 C + 3 in all, after one more that warms up. Tokens are counted by the ``usage`` of each stream, not
+begins as one ends, 3 C + 3 in all, after one that warms up. Tokens are counted by the ``usage`` of each stream, not
 by its events. The output window runs from the first streamed token of a run to its last; goodput divides by the wall time,
 prompts included. The inter-token latency is the time between two events of a stream: a round, whatever it yields.
 """
@@ -69,16 +69,17 @@ class Workload:
     output_tokens: int = 96
     temperature: float = 0.0
     concurrency: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 7, 8)
+    warm_up: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("prompt_tokens", "output_tokens"):
+        for name in ("prompt_tokens", "output_tokens", "warm_up"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}", param=name)
         if not self.concurrency or min(self.concurrency) < 1:
             raise ConfigError(f"concurrency must hold numbers of at least 1, got {self.concurrency}", param="concurrency")
 
     def requests(self, concurrency: int) -> int:
-        """In a cell, without the one that warms up."""
+        """In a cell, without those that warm up."""
         return 3 * concurrency + 3
 
 
@@ -368,7 +369,7 @@ def _measure(plan: Plan, configuration: Configuration, tokenizer: Tokenizer, rec
     """All cells of one configuration, added to ``record``. The texts by prompt number: the same prompt has the same number
     in every configuration."""
     workload = plan.workload
-    counts = [1 + workload.requests(concurrency) for concurrency in workload.concurrency]
+    counts = [workload.warm_up + workload.requests(concurrency) for concurrency in workload.concurrency]
     asked = list(enumerate(prompts(tokenizer, sum(counts), workload.prompt_tokens)))
     log = plan.out.with_name(f"{plan.out.stem}-{configuration.name}.log")
     texts: dict[int, str] = {}
@@ -376,9 +377,8 @@ def _measure(plan: Plan, configuration: Configuration, tokenizer: Tokenizer, rec
         facts = {"fingerprint": server.fingerprint, "arithmetic": server.arithmetic}
         record["configurations"].append({**asdict(configuration), "command": server.command[1:], **facts})
         for concurrency, count in zip(workload.concurrency, counts, strict=True):
-            warming, *measured = asked[:count]
-            asked = asked[count:]
-            asyncio.run(closed_loop(server.url, [warming], 1, workload))
+            warming, measured, asked = asked[: workload.warm_up], asked[workload.warm_up : count], asked[count:]
+            asyncio.run(closed_loop(server.url, warming, concurrency, workload))
             before = counters(server.url)
             answers = asyncio.run(closed_loop(server.url, measured, concurrency, workload))
             after = counters(server.url)

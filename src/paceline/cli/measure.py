@@ -37,6 +37,9 @@ def serve(
     prompt_tokens: PromptTokens = 107,
     output_tokens: Annotated[int, typer.Option("--output-tokens", metavar="N", help="Tokens of each answer.")] = 96,
     temperature: Annotated[float, typer.Option("--temperature", metavar="T", help="0 is greedy.")] = 0.0,
+    warm_up: Annotated[
+        int, typer.Option("--warm-up", metavar="N", help="Requests before each measurement, at its number of streams.")
+    ] = 1,
     check_equal: Annotated[
         bool,
         typer.Option("--check-equal", help="Fail unless all configurations without --spec-synth-len give the same texts."),
@@ -61,7 +64,7 @@ def serve(
             target=model or DEFAULTS.target,
             drafter=draft,
             configurations=tuple(map(Configuration.parse, config or ("plain=--no-speculation", "speculation="))),
-            workload=Workload(prompt_tokens, output_tokens, temperature, _integers("concurrency", concurrency)),
+            workload=Workload(prompt_tokens, output_tokens, temperature, _integers("concurrency", concurrency), warm_up),
             out=out,
             flags=tuple(shlex.split(serve_flags)),
             check_equal=check_equal,
