@@ -19,6 +19,8 @@ from paceline.errors import ConfigError
         ("drafter", 5),
         ("device", None),
         ("dtype", 5),
+        ("draft_policy", "sometimes"),
+        ("draft_policy", None),
         ("cache_type_k", None),
         ("model_name", 5),
         ("speculation", "off"),

@@ -40,6 +40,8 @@ CASES = [
     replace(ON, name="on, 5 lanes, drafts vary, every other request plain", lanes=5, vary=True, mixed=True),
     replace(ON, name="on, 8 lanes, scripted drafter", lanes=8, drafter="scripted"),
     replace(ON, name="on, 6 lanes, random drafter", lanes=6, drafter="random"),
+    replace(ON, name="on, 3 lanes, auto policy, every other request plain", lanes=3, draft_policy="auto", mixed=True),
+    replace(ON, name="on, 6 lanes, auto policy, random drafter", lanes=6, draft_policy="auto", drafter="random"),
     replace(ON, name="on, 6 lanes, window 64, 3 drafts", lanes=6, draft_swa=64, draft_block_size=4),
     *against_itself(replace(ON, lanes=6, cache_type_k="f32", cache_type_v="f32"), "f32", lanes=2),
     *against_itself(replace(ON, lanes=6, cache_type_k="f16", cache_type_v="f16"), "f16", lanes=2),

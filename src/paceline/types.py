@@ -166,7 +166,11 @@ class EngineInfo:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """Counters since start. ``drafted`` and ``accepted`` are by draft position (index 0 is the first draft)."""
+    """Counters since start. ``drafted`` and ``accepted`` are by draft position (index 0 is the first draft).
+
+    ``decode_rounds`` counts rounds with decode rows as they were planned: ``plain`` (nobody drafts), ``drafting``, and
+    ``probe`` (somebody drafts only so that it is known whether drafting pays).
+    """
 
     queued: int = 0
     lanes: int = 0
@@ -174,6 +178,7 @@ class EngineStats:
     prompt_tokens: int = 0
     generated_tokens: int = 0
     rounds: int = 0
+    decode_rounds: dict[str, int] = field(default_factory=dict)
     verify_spans: int = 0
     emitted_in_verify: int = 0
     drafted: tuple[int, ...] = ()
@@ -185,6 +190,11 @@ class EngineStats:
     def acceptance_length(self) -> float:
         """Tokens emitted per lane per verify round."""
         return self.emitted_in_verify / self.verify_spans if self.verify_spans else 0.0
+
+    @property
+    def mean_drafts(self) -> float:
+        """Drafts verified per lane per verify round."""
+        return sum(self.drafted) / self.verify_spans if self.verify_spans else 0.0
 
 
 class EngineHandle(Protocol):

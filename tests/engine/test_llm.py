@@ -25,7 +25,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
     before = torch.get_num_threads()
-    with LLM(max_concurrency=3, max_ctx=MAX_CTX, threads=1, admission_coalesce_ms=1) as llm:
+    with LLM(max_concurrency=3, max_ctx=MAX_CTX, threads=1, admission_coalesce_ms=1, draft_policy="fixed") as llm:
         yield llm
     torch.set_num_threads(before)
 

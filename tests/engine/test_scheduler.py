@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from paceline.config import CHUNK_SIZE
 from paceline.engine.plan import PrefillSpan, Round, RoundResult, RoundTimes, VerifySpan
+from paceline.engine.policy import AutoPolicy, DecodeSeconds, LaneDrafts, LaneOutcome
 from paceline.engine.scheduler import Scheduler
 from paceline.errors import InvalidRequest
 from paceline.types import Emission, Request
@@ -293,6 +294,75 @@ def test_without_a_drafter_nothing_is_drafted() -> None:
     bench.round()
     assert [span.drafts for span in bench.round().verify] == [0]
     assert bench.scheduler.stats(0, 0).drafted == ()
+
+
+# -- the policy of drafts --------------------------------------------------------------------------------------------------
+
+
+class Scripted(AutoPolicy):
+    """Gives each lane two drafts, if it may have them, and keeps what it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[list[LaneDrafts]] = []
+        self.told: list[tuple[list[LaneOutcome], DecodeSeconds | None]] = []
+        self.gone: list[str] = []
+
+    def plan(self, lanes: Sequence[LaneDrafts]) -> list[int]:
+        self.asked.append(list(lanes))
+        return [min(2, lane.most) for lane in lanes]
+
+    def observe(self, outcomes: Sequence[LaneOutcome], seconds: DecodeSeconds | None) -> None:
+        self.told.append((list(outcomes), seconds))
+
+    def forget(self, request_id: str) -> None:
+        self.gone.append(request_id)
+
+
+def test_the_policy_is_asked_and_taught() -> None:
+    bench, policy = Bench(), Scripted()
+    bench.scheduler.policy = policy
+    bench.scheduler.add(request("greedy", 4, 5))
+    bench.scheduler.add(replace(request("drawn", 4, 20), temperature=0.5))
+    bench.scheduler.add(request("plain", 4, 20, speculate=False))
+    bench.round()
+    assert (policy.asked, policy.told) == ([], [([], None)])
+    round = bench.scheduler.plan()
+    assert policy.asked == [[LaneDrafts("greedy", 3, False), LaneDrafts("drawn", 7, True), LaneDrafts("plain", 0, False)]]
+    assert [span.drafts for span in round.verify] == [2, 2, 0]
+    result = replace(bench.model.run(round, [2, 1, 0]), times=RoundTimes(draft=1.0, verify=2.0, commit=0.5, prefill=0.1))
+    bench.hear(bench.scheduler.apply(round, result))
+    outcomes = [LaneOutcome("greedy", False, 2, 2), LaneOutcome("drawn", True, 2, 1), LaneOutcome("plain", False, 0, 0)]
+    assert policy.told[-1] == (outcomes, DecodeSeconds(1.0, 2.5))
+    bench.round()
+    assert policy.gone == ["greedy"]
+    bench.hear(bench.scheduler.cancel("drawn"))
+    assert policy.gone == ["greedy", "drawn"]
+
+
+def test_times_beside_a_prompt_teach_nothing() -> None:
+    bench, policy = Bench(lanes=2, budget=64), Scripted()
+    bench.scheduler.policy = policy
+    bench.scheduler.add(request("talks", 3, 200))
+    bench.round()
+    bench.scheduler.add(request("long", 100, 5))
+    bench.round(right=1)
+    bench.round(right=1)
+    bench.round(right=1)
+    assert [(len(outcomes), seconds is None) for outcomes, seconds in policy.told[1:]] == [(1, True), (1, True), (2, False)]
+
+
+def test_rounds_are_counted_as_they_were_planned() -> None:
+    """Drafts of which none holds: drafting, then plain rounds with a probe among fifty."""
+    bench = Bench(lanes=1)
+    bench.scheduler.policy = AutoPolicy()
+    bench.scheduler.policy.seed({1: 1.0}, {(1, 1): 4.0, (1, 8): 4.5})
+    bench.scheduler.add(request("a", 4, 200))
+    bench.finish(right=0)
+    rounds = bench.scheduler.stats(0, 0).decode_rounds
+    assert sum(rounds.values()) == 199 and 1 <= rounds["probe"] <= 3 and 1 <= rounds["drafting"] < 12
+    stats = bench.scheduler.stats(0, 0)
+    assert stats.mean_drafts == sum(stats.drafted) / 199
 
 
 # -- cancellation ----------------------------------------------------------------------------------------------------------

@@ -1,5 +1,7 @@
 """Goodput of the workload without HTTP, by lanes, speculation off and on: ``python -m paceline.bench.offline``.
 
+Speculation follows ``--draft-policy``, which the result names.
+
 All requests are submitted at once and run ``lanes`` at a time, greedy, natural end, a token cap. Goodput is generated tokens
 over the wall time of the suite, prompts included; the output window runs from the first token of the run to its last.
 """
@@ -17,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.bench.artefact import load_workload, provenance, write
+from paceline.config import DRAFT_POLICIES, EngineOptions
 from paceline.engine.llm import LLM
 from paceline.types import SamplingParams
 
@@ -63,6 +66,7 @@ def run_cell(llm: LLM, messages: list[Any], max_tokens: int) -> dict[str, Any]:
         "window_throughput": total / (arrivals.last - min(arrivals.first.values())),
         "median_ttft_seconds": statistics.median(first - started for first in arrivals.first.values()),
         "acceptance_length": (after.emitted_in_verify - before.emitted_in_verify) / spans,
+        "mean_drafts": (sum(after.drafted) - sum(before.drafted)) / spans,
         "rounds": after.rounds - before.rounds,
         "tokens_sha256": hashlib.sha256(answers.encode()).hexdigest(),
     }
@@ -74,6 +78,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--requests", type=int, default=60)
     parser.add_argument("--threads", type=int, default=None)
+    parser.add_argument("--draft-policy", choices=DRAFT_POLICIES, default=EngineOptions().draft_policy)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/offline-cpu.json"))
     arguments = parser.parse_args()
     messages = [entry["messages"] for entry in load_workload()][: arguments.requests]
@@ -81,11 +86,12 @@ def main() -> None:
     info = None
     for lanes in arguments.lanes:
         for speculation in (False, True):
-            with LLM(max_concurrency=lanes, speculation=speculation, threads=arguments.threads) as llm:
+            options = {"speculation": speculation, "draft_policy": arguments.draft_policy, "threads": arguments.threads}
+            with LLM(max_concurrency=lanes, **options) as llm:
                 run_cell(llm, messages[:lanes], 8)
                 cell = run_cell(llm, messages, arguments.max_tokens)
                 info = llm.info
-            cells.append({"lanes": lanes, "speculation": speculation, **cell})
+            cells.append({"lanes": lanes, "speculation": speculation, "draft_policy": arguments.draft_policy, **cell})
             print(
                 f"lanes {lanes} speculation {'on ' if speculation else 'off'} goodput {cell['goodput']:7.1f} tok/s "
                 f"window {cell['window_throughput']:7.1f} acceptance {cell['acceptance_length']:.2f}",

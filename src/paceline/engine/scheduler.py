@@ -13,6 +13,7 @@ from typing import Protocol
 
 from paceline.config import CHUNK_SIZE
 from paceline.engine.plan import PrefillSpan, Round, RoundResult, VerifySpan
+from paceline.engine.policy import DecodeSeconds, FixedPolicy, LaneDrafts, LaneOutcome, Policy
 from paceline.engine.sequence import Sequence
 from paceline.errors import InvalidRequest
 from paceline.types import Emission, EngineStats, FinishReason, Request
@@ -28,16 +29,26 @@ class Lanes(Protocol):
 
 class Scheduler:
     def __init__(
-        self, lanes: Lanes, *, max_ctx: int, block_size: int, prefill_tokens: int, clock: Callable[[], float]
+        self,
+        lanes: Lanes,
+        *,
+        max_ctx: int,
+        block_size: int,
+        prefill_tokens: int,
+        clock: Callable[[], float],
+        policy: Policy | None = None,
     ) -> None:
         """``block_size`` is the drafter's (1 without one); ``prefill_tokens`` the prompt tokens per round while lanes
-        decode. An idle engine reads prompts four times as fast per round."""
+        decode. An idle engine reads prompts four times as fast per round. ``policy`` chooses the drafts of each lane;
+        without one every lane drafts fully."""
         self.lanes, self.max_ctx, self.max_drafts = lanes, max_ctx, block_size - 1
         self.prefill_tokens, self.clock = prefill_tokens, clock
+        self.policy = policy or FixedPolicy()
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self._finished: dict[str, int] = {}
         self._prompt_tokens = self._generated = self._rounds = self._spans = self._emitted = 0
+        self._decode_rounds = {"plain": 0, "drafting": 0, "probe": 0}
         self._drafted = [0] * self.max_drafts
         self._accepted = [0] * self.max_drafts
 
@@ -92,7 +103,7 @@ class Scheduler:
     def plan(self) -> Round:
         """The next round: admit who can be, verify every decoding lane, read prompts within the budget, oldest first."""
         self._admit()
-        verify = tuple(self._verify_span(sequence) for sequence in self.running if sequence.decoding)
+        verify = self._verify_spans()
         budget = self.prefill_tokens if verify else 4 * self.prefill_tokens
         return Round(verify, self._prefill_spans(budget))
 
@@ -106,9 +117,23 @@ class Scheduler:
             sequence.lane, sequence.admitted = lane, self.clock()
             self.running.append(sequence)
 
-    def _verify_span(self, sequence: Sequence) -> VerifySpan:
-        drafts = min(self.max_drafts, sequence.room - 1) if sequence.request.speculate else 0
-        return VerifySpan(sequence.request, sequence.lane, sequence.position, sequence.tokens[-1], drafts)
+    def _verify_spans(self) -> tuple[VerifySpan, ...]:
+        """Nothing is drafted past the end of a request."""
+        decoding = [sequence for sequence in self.running if sequence.decoding]
+        if not decoding:
+            return ()
+        drafts = self.policy.plan([self._may_draft(sequence) for sequence in decoding])
+        kind = "probe" if self.policy.probing else "drafting" if any(drafts) else "plain"
+        self._decode_rounds[kind] += 1
+        return tuple(
+            VerifySpan(sequence.request, sequence.lane, sequence.position, sequence.tokens[-1], count)
+            for sequence, count in zip(decoding, drafts, strict=True)
+        )
+
+    def _may_draft(self, sequence: Sequence) -> LaneDrafts:
+        request = sequence.request
+        most = min(self.max_drafts, sequence.room - 1) if request.speculate else 0
+        return LaneDrafts(request.id, most, request.temperature > 0)
 
     def _prefill_spans(self, budget: int) -> tuple[PrefillSpan, ...]:
         spans = []
@@ -130,6 +155,7 @@ class Scheduler:
     def apply(self, round: Round, result: RoundResult) -> list[Emission]:
         """Book the results of a round: tokens, stops, caps; freed lanes. Returns what the clients are to see."""
         self._rounds += 1
+        self._teach_policy(round, result)
         by_id = {sequence.request.id: sequence for sequence in self.running}
         emissions = []
         for span, tokens in zip(round.verify, result.verify, strict=True):
@@ -142,6 +168,15 @@ class Scheduler:
                 sequence.first_token = self.clock()
                 emissions.append(self._emit(sequence, *sequence.extend((token,))))
         return emissions
+
+    def _teach_policy(self, round: Round, result: RoundResult) -> None:
+        """Beside a prompt a round's times are not those of decoding alone: a GPU runs its stages into one another."""
+        outcomes = [
+            LaneOutcome(span.request.id, span.request.temperature > 0, span.drafts, len(tokens) - 1)
+            for span, tokens in zip(round.verify, result.verify, strict=True)
+        ]
+        times = result.times
+        self.policy.observe(outcomes, None if round.prefill else DecodeSeconds(times.draft, times.verify + times.commit))
 
     def _apply_verify(self, sequence: Sequence, span: VerifySpan, tokens: tuple[int, ...]) -> Emission:
         accepted = len(tokens) - 1
@@ -170,6 +205,7 @@ class Scheduler:
             self.lanes.release(sequence.lane)
         else:
             self.waiting.remove(sequence)
+        self.policy.forget(sequence.request.id)
         self._finished[reason] = self._finished.get(reason, 0) + 1
         return Emission(sequence.request.id, tokens, reason, sequence.stats(self.clock()), error)
 
@@ -183,6 +219,7 @@ class Scheduler:
             prompt_tokens=self._prompt_tokens,
             generated_tokens=self._generated,
             rounds=self._rounds,
+            decode_rounds=dict(self._decode_rounds),
             verify_spans=self._spans,
             emitted_in_verify=self._emitted,
             drafted=tuple(self._drafted),

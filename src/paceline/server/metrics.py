@@ -69,6 +69,7 @@ def _engine_metrics(stats: EngineStats) -> Iterator[Metric]:
         ("kv_pages_free", "K/V pages that no lane owns", stats.pages_free),
         ("kv_pages_total", "K/V pages", stats.pages_total),
         ("acceptance_length", "Tokens emitted per lane per verify round since start", stats.acceptance_length),
+        ("mean_drafts", "Drafts verified per lane per verify round since start", stats.mean_drafts),
     )
     for name, text, value in gauges:
         yield GaugeMetricFamily(f"paceline_{name}", text, value=value)
@@ -81,12 +82,15 @@ def _engine_metrics(stats: EngineStats) -> Iterator[Metric]:
     )
     for name, text, value in counters:
         yield CounterMetricFamily(f"paceline_{name}", text, value=value)
-    finished = CounterMetricFamily(
-        "paceline_engine_requests_finished", "Requests that left the engine", labels=["finish_reason"]
+    labelled = (
+        ("decode_rounds", "Rounds with decode rows, by how they were planned", "kind", stats.decode_rounds),
+        ("engine_requests_finished", "Requests that left the engine", "finish_reason", stats.requests_finished),
     )
-    for reason, count in stats.requests_finished.items():
-        finished.add_metric([reason], count)
-    yield finished
+    for name, text, label, by_label in labelled:
+        family = CounterMetricFamily(f"paceline_{name}", text, labels=[label])
+        for value, count in by_label.items():
+            family.add_metric([value], count)
+        yield family
     by_position = (
         ("drafted_tokens", "Tokens drafted, by draft position from 0", stats.drafted),
         ("accepted_tokens", "Drafted tokens accepted, by draft position from 0", stats.accepted),
