@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.ops.activation import sigmoid, silu, softcap, softplus, swiglu
+from paceline.ops.activation import gated_heads, sigmoid, silu, softcap, softplus, swiglu
 
 X = torch.cat((torch.linspace(-30, 30, 2401), torch.tensor([0.0, 20.0, 20.000002, -87.0, 1e-30])))
 EXTREMES = torch.tensor([-1e30, -1000.0, 1000.0, 1e30])
@@ -34,7 +34,9 @@ def test_softplus() -> None:
 
 def test_swiglu() -> None:
     up = torch.linspace(-5, 7, len(X))
-    close(swiglu(X, up), F.silu(X.double()) * up.double())
+    got = swiglu(X, up)
+    assert isinstance(got, Tensor)
+    close(got, F.silu(X.double()) * up.double())
 
 
 def test_softcap() -> None:
@@ -42,3 +44,10 @@ def test_softcap() -> None:
     for cap in (15.0, 30.0):
         close(softcap(X, cap), cap * torch.tanh(X.double() / cap), absolute=cap * 2.0**-22)
         assert softcap(EXTREMES, cap).tolist() == [-cap, -cap, cap, cap]
+
+
+def test_gated_heads() -> None:
+    o, gate = X[:2400].view(5, 3, 160), X[:2400].flip(0).view(5, 3, 160)
+    got = gated_heads(o, gate, torch.float16)
+    assert isinstance(got, Tensor)
+    close(got, (o.double() * torch.sigmoid(gate.double())).view(5, 480), absolute=1e-11)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.batch import PackedBatch, pack
-from paceline.ops.conv import causal_conv, conv_history, dynamic_conv
+from paceline.ops.conv import advance_history, causal_conv, conv_history, dynamic_conv
 
 CPU = torch.device("cpu")
 LENGTHS = [1, 2, 3, 9, 4]
@@ -42,6 +42,21 @@ def test_history_after_every_keep(lengths: list[int]) -> None:
         got = conv_history(x, history, torch.tensor(keep), batch_of(lengths))
         for span, (before, rows) in enumerate(zip(history, x.split(lengths), strict=True)):
             assert torch.equal(got[span], torch.cat((before, rows[: keep[span]]))[-3:])
+
+
+def test_histories_of_all_layers_advance_in_place() -> None:
+    """The lanes are in any order, and one has no span; the raw inputs have room for more rows."""
+    lanes, rows = [4, 0, 5, 2, 1], sum(LENGTHS)
+    batch = pack("decode", LENGTHS, [0] * len(LENGTHS), CPU, lanes)
+    first, raw = randn(2, 6, 3, 5, seed=1), randn(2, rows + 4, 5)
+    for keep in ([1, 2, 3, 9, 4], [0, 1, 2, 3, 0]):
+        history = first.clone()
+        advance_history(history, raw, torch.tensor(keep), batch)
+        for layer in range(2):
+            for span, own in enumerate(raw[layer, :rows].split(LENGTHS)):
+                expected = torch.cat((first[layer, lanes[span]], own[: keep[span]]))[-3:]
+                assert torch.equal(history[layer, lanes[span]], expected)
+        assert torch.equal(history[:, 3], first[:, 3])
 
 
 @pytest.mark.parametrize(("rows", "taps"), [(8, 2), (8, 4), (2, 4), (1, 4)])

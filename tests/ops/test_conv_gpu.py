@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.batch import PackedBatch, pack
-from paceline.ops.conv import causal_conv, conv_history, dynamic_conv
+from paceline.batch import PackedBatch, facts, pack, unpack
+from paceline.ops.conv import advance_history, causal_conv, conv_history, dynamic_conv
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
@@ -86,3 +86,25 @@ def test_dynamic_conv(channels: int, group: int, rows: int, taps: int) -> None:
     torch.testing.assert_close(got.double(), expected, rtol=2e-6, atol=4e-6)
     for chosen in ([3], [6, 0, 2]):
         assert torch.equal(dynamic_conv(x[chosen], base, dynamic[chosen]), got[chosen]), f"lanes {chosen}"
+
+
+@pytest.mark.parametrize("channels", [12, 1000, 10240])
+def test_histories_advance_in_place(channels: int) -> None:
+    """In all layers; beside the spans there are empty ones of a spare lane, and rows of nobody."""
+    layers, rows, spans = 3, sum(LENGTHS) + 5, len(LENGTHS) + 2
+    packed = torch.from_numpy(facts(LENGTHS, [0] * len(LENGTHS), LANES, rows, spans, 7)).to(DEVICE)
+    batch = unpack("decode", packed, LENGTHS, [0] * len(LENGTHS), rows, spans)
+    first = torch.full((layers, 9, 3, channels), torch.nan, device=DEVICE)
+    first[:, LANES] = randn(layers, len(LANES), 3, channels, seed=3)
+    raw = torch.full((layers, rows + 3, channels + 4), torch.nan, device=DEVICE)[..., 1 : channels + 1]
+    raw[:, : sum(LENGTHS)] = randn(layers, sum(LENGTHS), channels, seed=4)
+    for wanted in (0, 1, 2, 3, 4, 9):
+        keep = [min(wanted, length) for length in LENGTHS]
+        history = first.clone()
+        advance_history(history, raw, torch.tensor([*keep, 1, 1], device=DEVICE), batch)
+        for layer in range(layers):
+            parts = raw[layer, : sum(LENGTHS)].split(LENGTHS)
+            for span, (lane, own) in enumerate(zip(LANES, parts, strict=True)):
+                expected = torch.cat((first[layer, lane], own[: keep[span]]))[-3:]
+                assert torch.equal(history[layer, lane], expected), f"layer {layer}, span {span}, {keep[span]}"
+        assert history[:, [1, 4, 7]].isnan().all(), "lanes of no span"

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.batch import pack
-from paceline.ops.gdn import gdn_prefill, gdn_replay, gdn_verify
+from paceline.ops.gdn import ReplayLog, gdn_inputs, gdn_prefill, gdn_replay, gdn_verify
 
 CPU = torch.device("cpu")
 KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM = 2, 6, 32, 24
@@ -104,3 +104,35 @@ def test_rows_that_forget_everything_and_rows_that_forget_nothing(share: float) 
     o, after = gdn_prefill(q, k, v, beta, g, first, TILED, pack("prefill", [70], [0], CPU))
     close(o, expected)
     close(after[0], state)
+
+
+@pytest.mark.parametrize("logged", [True, False])
+def test_inputs(logged: bool) -> None:
+    """Of two spans, against their definition in float64, with what a log is left."""
+    lengths, keys = [3, 5], KEY_HEADS * KEY_DIM
+    channels = 2 * keys + VALUE_HEADS * VALUE_DIM
+    raw, b, a = randn(8, channels, seed=1), 4.0 * randn(8, VALUE_HEADS, seed=2), 8.0 * randn(8, VALUE_HEADS, seed=3)
+    history, taps = randn(2, 3, channels, seed=4), randn(channels, 4, seed=5)
+    decay, dt_bias = -randn(VALUE_HEADS, seed=6).exp(), randn(VALUE_HEADS, seed=7)
+    room = ((channels,), (KEY_HEADS, KEY_DIM), (VALUE_HEADS, VALUE_DIM), (VALUE_HEADS,))
+    log = ReplayLog(*(torch.full((10, *size), torch.nan) for size in room))
+    batch = pack("decode", lengths, [0, 0], CPU)
+    got = gdn_inputs(raw, b, a, history, taps, decay, dt_bias, KEY_HEADS, KEY_DIM, batch, log if logged else None)
+    lines = [torch.cat((before, rows)).double().T for before, rows in zip(history, raw.split(lengths), strict=True)]
+    mixed = torch.cat([F.silu(F.conv1d(line, taps.double()[:, None], groups=channels)).T for line in lines])
+    q, k, v = mixed.split((keys, keys, channels - 2 * keys), dim=1)
+    q, k = (x.unflatten(1, (KEY_HEADS, KEY_DIM)) for x in (q, k))
+    q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
+    expected = (
+        q * KEY_DIM**-0.5,
+        k,
+        v.unflatten(1, (VALUE_HEADS, VALUE_DIM)),
+        torch.sigmoid(b.double()),
+        decay.double() * F.softplus(a.double() + dt_bias),
+    )
+    for mine, want in zip(got, expected, strict=True):
+        torch.testing.assert_close(mine.double(), want, rtol=2e-6, atol=4e-6)
+    for place, values in ((log.raw, raw), (log.k, got.k), (log.g, got.g)):
+        assert torch.equal(place[:8], values) if logged else place.isnan().all()
+        assert place[8:].isnan().all()
+    assert log.d.isnan().all()

@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.batch import PackedBatch, pack
-from paceline.ops.gdn import gdn_prefill, gdn_replay, gdn_verify
+from paceline.batch import PackedBatch, facts, pack, unpack
+from paceline.ops.conv import advance_history
+from paceline.ops.gdn import GdnInputs, ReplayLog, gdn_inputs, gdn_prefill, gdn_replay, gdn_verify
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
@@ -83,6 +84,167 @@ def poison() -> None:
         torch.full((size,), torch.nan, device=DEVICE) for size in (2**10, 2**14, 2**17, 2**18, 2**20) for _ in range(4)
     ]
     del blocks
+
+
+def padded_batch(lengths: list[int], lanes: list[int], rows: int, spans: int, spare: int) -> PackedBatch:
+    """Rows of nobody behind the real ones, and empty spans of a spare lane."""
+    packed = torch.from_numpy(facts(lengths, [0] * len(lengths), lanes, rows, spans, spare)).to(DEVICE)
+    return unpack("decode", packed, lengths, [0] * len(lengths), rows, spans)
+
+
+# -- inputs ----------------------------------------------------------------------------------------------------------------
+
+Projections = tuple[Tensor, Tensor, Tensor]
+"""raw, b, a: columns of one wider tensor."""
+Weights = tuple[Tensor, Tensor, Tensor]
+"""Of the convolution; A; dt_bias."""
+
+
+def projections(rows: int, shape: tuple[int, int, int, int], magnitude: float = 1.0) -> Projections:
+    key_heads, heads, dk, dv = shape
+    channels = 2 * key_heads * dk + heads * dv
+    wide = randn(rows, channels + 2 * heads + 5, seed=11)
+    wide[:, :channels] *= magnitude
+    b, a = wide[:, channels + 1 : channels + 1 + heads], wide[:, -heads:]
+    b[0, 0], b[0, 1], a[0, 0], a[0, 1] = 90.0, -90.0, 40.0, -40.0
+    return wide[:, :channels], b, a
+
+
+def weights_of(shape: tuple[int, int, int, int]) -> Weights:
+    key_heads, heads, dk, dv = shape
+    taps = randn(2 * key_heads * dk + heads * dv, 4, seed=12)
+    return taps, -randn(heads, seed=13).exp(), randn(heads, seed=14)
+
+
+def histories(lanes: list[int], channels: int) -> Tensor:
+    history = torch.full((LANES, 3, channels), torch.nan, device=DEVICE)
+    history[lanes] = randn(len(lanes), 3, channels, seed=15)
+    return history
+
+
+def exact_inputs(given: Projections, line: Tensor, weights: Weights, shape: tuple[int, int, int, int]) -> list[Tensor]:
+    """Of one span, in float64; ``line`` [3, C] is its history."""
+    key_heads, heads, dk, dv = shape
+    raw, b, a = (x.double() for x in given)
+    taps, decay, dt_bias = (x.double() for x in weights)
+    mixed = F.conv1d(torch.cat((line.double(), raw)).T[None], taps[:, None], groups=len(taps))[0].T
+    mixed = mixed * mixed.sigmoid()
+    q, k, v = mixed.split((key_heads * dk, key_heads * dk, heads * dv), dim=1)
+    q, k = (x.unflatten(1, (key_heads, dk)) for x in (q, k))
+    q, k = (x / ((x * x).sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
+    return [q * dk**-0.5, k, v.unflatten(1, (heads, dv)), b.sigmoid(), decay * F.softplus(a + dt_bias, threshold=60.0)]
+
+
+@pytest.mark.parametrize("magnitude", [1.0, 1e4])
+@pytest.mark.parametrize("shape", [(16, 48, 128, 128), *SHAPES], ids=str)
+def test_inputs(shape: tuple[int, int, int, int], magnitude: float) -> None:
+    """Against float64, with a log and without, in a batch that is filled up; and row by row."""
+    lengths, lanes, real = [3, 1, 9, 70, 2], [4, 0, 3, 7, 8], 85
+    (raw, b, a), weights = projections(real + 6, shape, magnitude), weights_of(shape)
+    history = magnitude * histories(lanes, raw.shape[1])
+    for x in (raw, b, a):
+        x[real:] = torch.nan
+    key_heads, heads, dk, dv = shape
+    room = ((raw.shape[1],), (key_heads, dk), (heads, dv), (heads,))
+    log = ReplayLog(*(torch.full((real + 20, *size), torch.nan, device=DEVICE) for size in room))
+    batch = padded_batch(lengths, lanes, real + 6, 7, 5)
+    got = gdn_inputs(raw, b, a, history, *weights, key_heads, dk, batch, log)
+    assert got.k.data_ptr() == log.k.data_ptr() and got.g.data_ptr() == log.g.data_ptr()
+    assert torch.equal(log.raw[:real], raw[:real]) and log.raw[real + 6 :].isnan().all()
+    start = 0
+    for length, lane in zip(lengths, lanes, strict=True):
+        rows = slice(start, start + length)
+        expected = exact_inputs((raw[rows], b[rows], a[rows]), history[lane], weights, shape)
+        for name, mine, want in zip(GdnInputs._fields, got, expected, strict=True):
+            scale = magnitude if name == "v" else 1.0
+            # sums of four products of up to about 10; unit vectors of them; exp is good to 2^-22
+            torch.testing.assert_close(mine[rows].double(), want, rtol=4e-6, atol=6e-6 * scale, msg=f"{name} of lane {lane}")
+        one = pack("decode", [length], [0], DEVICE, [lane])
+        alone = gdn_inputs(raw[rows], b[rows], a[rows], history, *weights, key_heads, dk, one)
+        for row in range(length):
+            line = torch.cat((history[lane], raw[rows]))[row : row + 3]
+            single = pack("decode", [1], [row], DEVICE)
+            at = slice(start + row, start + row + 1)
+            step = gdn_inputs(raw[at], b[at], a[at], line[None], *weights, key_heads, dk, single)
+            for mine, span, whole in zip(step, alone, got, strict=True):
+                assert torch.equal(mine, whole[at]) and torch.equal(span[row : row + 1], whole[at]), f"row {start + row}"
+        start += length
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_batch_that_is_filled_up_has_the_bits_of_one_that_is_not(shape: tuple[int, int, int, int]) -> None:
+    lengths, lanes, real, head_map = [3, 8, 1], [4, 0, 3], 12, heads_of(shape, True)
+    rows, state, plain = rows_of(real, shape), states(lanes, shape), decode_batch(lengths, lanes)
+    o, d = gdn_verify(*rows, state, head_map, plain)
+    keep = torch.tensor([2, 8, 0, 1, 1], device=DEVICE)
+    expected = torch.stack((state, state))
+    logs = [torch.stack((x, 0.5 * x)) for x in (rows[1], d, rows[4])]
+    gdn_replay(expected, logs[0], logs[1], logs[2], keep[:3], head_map, plain)
+
+    q, k, v, beta, g = (torch.cat((x, torch.full_like(x[:4], torch.nan))) for x in rows)
+    batch = padded_batch(lengths, lanes, real + 4, 5, 6)
+    log = torch.full((real + 9, *v.shape[1:]), torch.nan, device=DEVICE)
+    got, logged = gdn_verify(q, k, v, beta, g, state, head_map, batch, log)
+    assert torch.equal(got[:real], o) and torch.equal(logged[:real], d) and logged.data_ptr() == log.data_ptr()
+    assert log[real:].isnan().all()
+    after = torch.stack((state, state))
+    logs = [torch.stack((x, 0.5 * x)) for x in (k, logged, g)]
+    gdn_replay(after, logs[0], logs[1], logs[2], keep, head_map, batch)
+    assert torch.equal(after.nan_to_num(7.0), expected.nan_to_num(7.0))
+
+
+def test_a_captured_round_runs_with_other_contents() -> None:
+    """Inputs, verify, and the commit, captured once for 5 spans and 24 rows; then other lanes, lengths and keeps."""
+    shape, rows, spans = SHAPES[0], 24, 5
+    key_heads, heads, dk, dv = shape
+    head_map, weights = heads_of(shape, True), weights_of(shape)
+    (raw, b, a), lanes = projections(rows, shape), list(range(LANES))
+    batch = padded_batch([8, 8, 1], [1, 2, 3], rows, spans, LANES - 1)
+    keep = torch.zeros(spans, dtype=torch.int64, device=DEVICE)
+    state, history = states(lanes, shape)[None].clone(), histories(lanes, raw.shape[1])[None].clone()
+    room = ((raw.shape[1],), (key_heads, dk), (heads, dv), (heads,))
+    log = ReplayLog(*(torch.zeros(1, rows, *size, device=DEVICE) for size in room))
+
+    def turn() -> Tensor:
+        own = ReplayLog(*(x[0] for x in log))
+        inputs = gdn_inputs(raw, b, a, history[0], *weights, key_heads, dk, batch, own)
+        o, _ = gdn_verify(*inputs, state[0], head_map, batch, own.d)
+        advance_history(history, log.raw, keep, batch)
+        gdn_replay(state, log.k, log.d, log.g, keep, head_map, batch)
+        return o
+
+    turn()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = turn()
+    tensors = (batch.positions, batch.row_span, batch.starts, batch.span_lengths, batch.span_bases, batch.lanes)
+    for lengths, own, kept in (
+        ([8, 8, 1], [1, 2, 3], [3, 8, 1]),
+        ([1], [6], [1]),
+        ([5, 1, 7, 2], [0, 7, 2, 4], [5, 0, 6, 2]),
+    ):
+        other = padded_batch(lengths, own, rows, spans, LANES - 1)
+        for place, values in zip(
+            tensors,
+            (other.positions, other.row_span, other.starts, other.span_lengths, other.span_bases, other.lanes),
+            strict=True,
+        ):
+            place.copy_(values)
+        keep.zero_()
+        keep[: len(kept)] = torch.tensor(kept, device=DEVICE)
+        before = state.clone(), history.clone()
+        eager = turn().clone()
+        wanted = state.clone(), history.clone()
+        state.copy_(before[0])
+        history.copy_(before[1])
+        captured.fill_(torch.nan)
+        graph.replay()
+        real = sum(lengths)
+        assert torch.equal(captured[:real], eager[:real]), f"spans {lengths}"
+        assert torch.equal(state, wanted[0]) and torch.equal(history, wanted[1]), f"spans {lengths}"
+        untouched = [lane for lane in lanes if lane not in own]
+        assert torch.equal(state[:, untouched], before[0][:, untouched])
 
 
 # -- generated rows --------------------------------------------------------------------------------------------------------

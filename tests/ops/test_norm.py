@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.ops.norm import gated_rms_norm, l2_norm, rms_norm
+from paceline.ops.norm import add_rms_norm, gated_output, gated_rms_norm, l2_norm, rms_norm
 
 RELATIVE = 1e-6
 """About eight roundings of float32: the sum's tree, the division, the root, and the products around them."""
@@ -48,3 +48,15 @@ def test_the_gate_comes_after_norm_and_weight() -> None:
     wide, g = x.double(), gate.double()
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6) * weight.double()
     close(gated_rms_norm(x, gate, weight, 1e-6), normed * torch.nn.functional.silu(g))
+
+
+@pytest.mark.parametrize("operand", [None, torch.float32])
+def test_fused_forms_are_what_they_fuse(operand: torch.dtype | None) -> None:
+    x, delta, weight, z = randn(5, 3, 64), randn(5, 3, 64, seed=1), randn(64, seed=2), 4.0 * randn(5, 3, 64, seed=3)
+    total, normed = add_rms_norm(x[:, 0], delta[:, 0], weight, 1e-6, operand)
+    assert torch.equal(total, x[:, 0] + delta[:, 0])
+    assert isinstance(normed, Tensor) and torch.equal(normed, rms_norm(total, weight, 1e-6))
+    same, normed = add_rms_norm(total, None, weight, 1e-6, operand)
+    assert same is total and isinstance(normed, Tensor) and torch.equal(normed, rms_norm(total, weight, 1e-6))
+    out = gated_output(x, z, weight, 1e-6, operand)
+    assert isinstance(out, Tensor) and torch.equal(out, gated_rms_norm(x, z, weight, 1e-6).view(5, 192))

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.ops.norm import gated_rms_norm, l2_norm, rms_norm
+from paceline.ops.linear import Rows
+from paceline.ops.norm import add_rms_norm, gated_output, gated_rms_norm, l2_norm, rms_norm
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
@@ -57,3 +58,83 @@ def test_rows_do_not_depend_on_their_place(name: str, shape: tuple[int, ...]) ->
     assert torch.equal(norm(wide[1:, ..., 1 : shape[-1] + 1], gate, weight), whole), "not contiguous, not aligned"
     wide[1:, ..., 1 : shape[-1] + 1] = gate
     assert torch.equal(norm(x, wide[1:, ..., 1 : shape[-1] + 1], weight), whole), "gate not contiguous, not aligned"
+
+
+OPERANDS = [None, torch.float32, torch.float16]
+
+
+def values_of(x: Tensor | Rows) -> Tensor:
+    """In float64, without padding, which must be zeros to the right."""
+    if isinstance(x, Tensor):
+        return x.double()
+    assert not x.values[: x.rows, x.columns :].any()
+    assert (x.factors[: x.rows].frexp().mantissa == 0.5).all()
+    return x.values[: x.rows, : x.columns].double() * x.factors[: x.rows, None].double()
+
+
+def bits_of(x: Tensor | Rows) -> tuple[Tensor, ...]:
+    return (x,) if isinstance(x, Tensor) else (x.values[: x.rows], x.factors[: x.rows])
+
+
+def close_rows(got: Tensor | Rows, expected: Tensor) -> None:
+    """To the precision of the type; in float16 what is far below a row's largest may vanish."""
+    if isinstance(got, Rows) and got.values.dtype == torch.float16:
+        largest = expected.abs().amax(1, keepdim=True)
+        assert ((values_of(got) - expected).abs() <= (2.0**-11 + 4e-6) * expected.abs() + 2.0**-19 * largest + 1e-38).all()
+    else:
+        torch.testing.assert_close(values_of(got), expected, rtol=4e-6, atol=1e-7)
+
+
+@pytest.fixture(autouse=True)
+def poison() -> None:
+    """Memory that is handed out again holds NaN: what a kernel leaves unwritten is seen."""
+    blocks = [torch.full((size,), torch.nan, device="cuda") for size in (2**12, 2**16, 2**18, 2**20) for _ in range(4)]
+    del blocks
+
+
+@pytest.mark.parametrize("operand", OPERANDS, ids=str)
+@pytest.mark.parametrize("size", [5120, 4096, 100, 640])
+def test_add_rms_norm(size: int, operand: torch.dtype | None) -> None:
+    x, delta, weight = inputs((70, size))
+    x[3] = 0.0
+    x[4] *= 1e6
+    wide = torch.cat((x, delta), dim=1)
+    total, normed = add_rms_norm(wide[:, :size], wide[:, size:], weight, 1e-6, operand)
+    assert torch.equal(total, x + delta)
+    close_rows(normed, exact("rms", x + delta, delta, weight))
+    same, alone = add_rms_norm(total, None, weight, 1e-6, operand)
+    assert torch.equal(same, total)
+    close_rows(alone, exact("rms", total, delta, weight))
+    for rows in range(1, 71):
+        chosen = torch.randperm(70, device="cuda")[:rows]
+        some, part = add_rms_norm(x[chosen], delta[chosen], weight, 1e-6, operand)
+        assert torch.equal(some, total[chosen])
+        for got, whole in zip(bits_of(part), bits_of(normed), strict=True):
+            assert torch.equal(got, whole[chosen]), f"{rows} rows"
+
+
+@pytest.mark.parametrize("operand", OPERANDS, ids=str)
+@pytest.mark.parametrize("shape", [(70, 48, 128), (70, 3, 96), (70, 5, 16)], ids=str)
+def test_gated_output(shape: tuple[int, int, int], operand: torch.dtype | None) -> None:
+    x, gate, weight = inputs(shape)
+    gate[5] *= 1e4
+    wide = torch.full((70, 7 + gate[0].numel()), torch.nan, device="cuda")
+    wide[:, 7:] = gate.flatten(1)
+    gate = wide[:, 7:].unflatten(1, shape[1:])
+    whole = gated_output(x, gate, weight, 1e-6, operand)
+    close_rows(whole, exact("gated", x, gate, weight).flatten(1))
+    for rows in range(1, 71):
+        chosen = torch.randperm(70, device="cuda")[:rows]
+        part = gated_output(x[chosen], gate[chosen], weight, 1e-6, operand)
+        for got, expected in zip(bits_of(part), bits_of(whole), strict=True):
+            assert torch.equal(got, expected[chosen]), f"{rows} rows"
+
+
+def test_a_row_of_nan_is_nobody_else_s() -> None:
+    x, delta, weight = inputs((6, 5120))
+    expected = add_rms_norm(x, delta, weight, 1e-6, torch.float16)[1]
+    x[4] = torch.nan
+    got = add_rms_norm(x, delta, weight, 1e-6, torch.float16)[1]
+    assert isinstance(got, Rows) and isinstance(expected, Rows)
+    others = [0, 1, 2, 3, 5]
+    assert torch.equal(got.values[others], expected.values[others]) and got.values[4].isnan().all()

@@ -148,3 +148,28 @@ def test_a_row_does_not_depend_on_its_batch(vocab: int) -> None:
         order = torch.randperm(70)[:count].tolist()
         for got, expected in zip(everything(order), alone, strict=True):
             assert torch.equal(got, expected[order])
+
+
+def test_rows_of_nobody_and_a_captured_pick() -> None:
+    """Rows that fill a batch up may hold anything; a pick is captured once and runs with other contents."""
+    logits, rows = torch.randn(21, 20_001, device="cuda") * 2, mixed_rows(21)
+    given = (rows.temperature, rows.top_k, rows.top_p, rows.min_p, rows.seed, rows.choice, rows.position)
+    pick(logits, rows)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        picks = pick(logits, rows)
+    for turn in range(3):
+        logits.copy_(torch.randn(21, 20_001, device="cuda") * 2)
+        rows.position.add_(turn)
+        expected = pick(logits, rows).clone()
+        graph.replay()
+        assert torch.equal(picks, expected)
+    logits[14:] = torch.nan
+    logits[17:19] = torch.inf
+    for x in given:
+        x[14:] = torch.nan if x.is_floating_point() else -(2**60)
+    rows.temperature[18:] = 1.0
+    graph.replay()
+    assert torch.equal(picks[:14], expected[:14])
+    assert ((picks >= 0) & (picks < 20_001)).all()

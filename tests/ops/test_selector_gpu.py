@@ -57,3 +57,14 @@ def test_a_lane_does_not_depend_on_its_batch() -> None:
         rows = (order[:, None] * slots + torch.arange(slots, device="cuda")).flatten()
         some = [t[order] for t in arguments[:4]] + arguments[4:6] + [t[rows] for t in arguments[6:]]
         assert torch.equal(selector_walk(*some), tokens[order])
+
+
+def test_lanes_of_nobody() -> None:
+    """They may hold any numbers and any anchor."""
+    arguments = [t.cuda() for t in inputs(6, 7, 16, 256, torch.float32)]
+    tokens = selector_walk(*arguments)
+    logits, _, hidden, anchors = arguments[:4]
+    logits[4:], hidden[4:] = torch.nan, torch.inf
+    anchors[4], anchors[5] = -(2**60), 2**60
+    arguments[6][28:] = torch.nan
+    assert torch.equal(selector_walk(*arguments)[:4], tokens[:4])
