@@ -314,9 +314,9 @@ def test_survival_is_a_falling_probability(history: list[tuple[str, int, int]], 
 def test_seeds_are_believed_until_rounds_say_otherwise() -> None:
     costs = Costs()
     costs.seed({1: 1.0, 8: 2.0}, {(2, 2): 8.0, (2, 16): 10.0})
-    assert costs.draft_row(2) == pytest.approx([0.0, 1.0, 1.0 + 1 / 7])
-    assert costs.verify_row(2, 16)[::14] == [8.0, 10.0]
-    assert costs.verify_row(2, 9)[-1] == pytest.approx(9.0)
+    assert costs.draft_row(9) == [0.0, 1.0, *[2.0] * 8], "padded to the next larger"
+    assert costs.verify_row(2, 18) == [8.0, *[10.0] * 16]
+    assert costs.verify_row(1, 3) == [8.0, 8.0, 10.0], "one span runs in a batch of two"
     for _ in range(3):
         costs.observe([0, 0], DecodeSeconds(0.0, 16.0))
     assert costs.verify_row(2, 16)[::14] == [16.0, 20.0], "what slows plain rounds is taken to slow the others"
@@ -324,6 +324,15 @@ def test_seeds_are_believed_until_rounds_say_otherwise() -> None:
         costs.observe([7, 7], DecodeSeconds(3.0, 16.0))
     assert costs.verify_row(2, 16)[::14] == pytest.approx([16.0, 16.0], rel=0.02)
     assert costs.draft_row(2)[2] == pytest.approx(3.0)
+
+
+def test_a_batch_is_filled_up_where_it_is_padded() -> None:
+    """Three drafts cost what one costs, and a fourth does not pay."""
+    policy = AutoPolicy()
+    policy.seed({1: 1.0}, {(1, 1): 8.0, (1, 4): 8.5, (1, 8): 20.0})
+    for _ in range(50):
+        policy.observe([LaneOutcome("a", False, 3, 2)], DecodeSeconds(1.0, 8.5))
+    assert policy.plan([lane()]) == [3]
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0])

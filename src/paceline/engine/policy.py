@@ -7,6 +7,7 @@ expected tokens per second of the round, from what rounds were measured to cost 
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -198,22 +199,22 @@ class Costs:
     """
 
     def __init__(self) -> None:
-        self._draft_shape, self._draft_ratio = _Points(), _Points()
-        self._verify_shape: dict[int, _Points] = {}
+        self._draft_shape, self._draft_ratio = _Steps(), _Points()
+        self._verify_shape: dict[int, _Steps] = {}
         self._verify_ratio: dict[int, _Points] = {}
         self._round = 0
 
     def seed(self, draft: Mapping[int, float], verify: Mapping[tuple[int, int], float]) -> None:
         """Seconds measured beforehand: ``draft`` by drafting lanes, ``verify`` by (spans, rows of all of them together).
 
-        Between the row counts given, costs are interpolated: where they go in steps, as with padded graphs, give every one.
+        What lies between two given counts costs what the larger costs: it is padded to that.
         """
         if any(seconds <= 0.0 for seconds in (*draft.values(), *verify.values())):
             raise ValueError(f"costs must be positive, got draft {dict(draft)}, verify {dict(verify)}")
         for drafting, seconds in draft.items():
             self._draft_shape.set(drafting, seconds)
         for (spans, rows), seconds in verify.items():
-            self._verify_shape.setdefault(spans, _Points()).set(rows, seconds)
+            self._verify_shape.setdefault(spans, _Steps()).set(rows, seconds)
 
     def observe(self, drafts: Sequence[int], seconds: DecodeSeconds) -> None:
         """A finished round with ``drafts[i]`` drafts of span i. One too short for its clock is passed over."""
@@ -223,7 +224,7 @@ class Costs:
         for points in (self._draft_ratio, *self._verify_ratio.values()):
             points.forget(self._round - _MEMORY_ROUNDS)
         spans, drafting, rows = len(drafts), sum(count > 0 for count in drafts), len(drafts) + sum(drafts)
-        [base] = _base(_nearest(self._verify_shape, spans), 1, rows, rows, rows)
+        [base] = _base(self._shape_for(spans), 1, rows, rows, rows)
         self._verify_ratio.setdefault(spans, _Points()).measure(rows, seconds.verify / base, self._round)
         if drafting:
             [base] = _base(self._draft_shape, _GUESSED_BLOCK, drafting, drafting, drafting)
@@ -235,13 +236,17 @@ class Costs:
 
     def verify_row(self, spans: int, most: int) -> list[float]:
         """Of ``spans`` … ``most`` rows in ``spans`` spans. The same for all until something is known."""
-        shape, ratio = _nearest(self._verify_shape, spans), _nearest(self._verify_ratio, spans)
+        shape, ratio = self._shape_for(spans), _nearest(self._verify_ratio, spans)
         return _row(shape, ratio, 1, spans, most) or [1.0] * (most - spans + 1)
+
+    def _shape_for(self, spans: int) -> _Steps | None:
+        """The seeds of the smallest batch that holds so many spans."""
+        known = sorted(self._verify_shape)
+        return self._verify_shape[known[min(bisect_left(known, spans), len(known) - 1)]] if known else None
 
     def knows_plain(self, spans: int) -> bool:
         """Whether a plain round of so many spans was measured."""
-        tables = (self._verify_shape, self._verify_ratio)
-        return any(spans in table and table[spans].knows(spans) for table in tables)
+        return bool(self._verify_shape) or (spans in self._verify_ratio and self._verify_ratio[spans].knows(spans))
 
     def of(self, drafts: Sequence[int]) -> float:
         """Of a whole round."""
@@ -312,8 +317,17 @@ class _Points:
         return row + [values[counts[-1]]] * (last - first + 1 - len(row))
 
 
+class _Steps(_Points):
+    """At a count that is not known: what the next larger known one has, or the largest."""
+
+    def _lines(self, first: int, last: int) -> list[float]:
+        counts = self._counts
+        larger = (bisect_left(counts, at) for at in range(first, last + 1)) if counts else ()
+        return [self._values[counts[min(index, len(counts) - 1)]] for index in larger]
+
+
 def _row(shape: _Points | None, ratio: _Points | None, rows_each: int, first: int, last: int) -> list[float]:
-    """Seconds at the counts first … last; empty if nothing is known. More rows never cost less, whatever noise says.
+    """Seconds at the counts first … last; empty if nothing is known. Fewer rows never cost more, whatever noise says.
 
     A guess is never trusted above the largest count that was measured: until it is tried, more costs no more.
     """
@@ -321,7 +335,7 @@ def _row(shape: _Points | None, ratio: _Points | None, rows_each: int, first: in
         row = shape.along(first, last) if shape is not None else []
     else:
         row = list(map(mul, _base(shape, rows_each, first, last, ratio.largest), ratio.along(first, last)))
-    return list(accumulate(row, max))
+    return list(accumulate(reversed(row), min))[::-1]
 
 
 def _base(shape: _Points | None, rows_each: int, first: int, last: int, largest: int) -> list[float]:

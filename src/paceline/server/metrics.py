@@ -88,8 +88,8 @@ def _engine_metrics(stats: EngineStats) -> Iterator[Metric]:
     )
     for name, text, label, by_label in labelled:
         family = CounterMetricFamily(f"paceline_{name}", text, labels=[label])
-        for value, count in by_label.items():
-            family.add_metric([value], count)
+        for key, number in by_label.items():
+            family.add_metric([key], number)
         yield family
     by_position = (
         ("drafted_tokens", "Tokens drafted, by draft position from 0", stats.drafted),
