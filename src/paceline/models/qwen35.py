@@ -66,7 +66,8 @@ class Qwen35(nn.Module):
         for index, layer in enumerate(self.layers):
             assert isinstance(layer, Layer)
             x, n = layer.input_layernorm.after(*hidden, self.operand)
-            tapped[index - 1] = x
+            if index - 1 in taps:
+                tapped[index - 1] = x
             hidden = layer(x, n, angles, batch, views.layers[index])
         if len(self.layers) - 1 in taps:
             tapped[len(self.layers) - 1] = hidden.whole()
