@@ -56,24 +56,29 @@ class EngineLoop:
         self.runner, self.scheduler, self.inbox, self.outbox = runner, scheduler, inbox, outbox
         self.coalesce_seconds, self.observe = coalesce_seconds, observe
         self._stopping = False
+        self._unsent: list[Emission] = []
 
     def run(self) -> None:
         """Until ``Stop``; whatever has not ended then is cancelled."""
         while not self._stopping:
             self._turn()
-        self._send([e for request_id in self.scheduler.requests() for e in self.scheduler.cancel(request_id)])
+        self._unsent += [e for request_id in self.scheduler.requests() for e in self.scheduler.cancel(request_id)]
+        self._send()
 
     def _turn(self) -> None:
-        emissions = self._receive()
-        if emissions:
-            self._send(emissions)
+        self._unsent += self._receive()
         if self._stopping:
             return
         round = self.scheduler.plan()
         if round:
-            self._send(self._execute(round))
+            self._unsent += self._execute(round)
+        if self.scheduler.idle or not self.runner.ahead:
+            self._send()
 
-    def _send(self, emissions: list[Emission]) -> None:
+    def _send(self) -> None:
+        """What has not been sent, and the counters. Where the device leaves the host time, this is done while the next round
+        runs, so that it does not keep the device waiting."""
+        emissions, self._unsent = self._unsent, []
         allocator = self.runner.pool.allocator
         self.outbox(emissions, self.scheduler.stats(allocator.free, allocator.total))
 
@@ -115,7 +120,7 @@ class EngineLoop:
 
     def _execute(self, round: Round) -> list[Emission]:
         try:
-            return self._apply(round, self.runner.run(round))
+            return self._apply(round, self.runner.run(round, self._send if self.runner.ahead else None))
         except RoundFailed as failure:
             log.warning("round failed and is run again: %s", failure)
             return self._recover(round, failure)

@@ -6,7 +6,7 @@ Nothing waits for the device before the round's results are read, in one copy.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
 import torch
@@ -40,9 +40,15 @@ class Runner:
         self.target, self.drafter, self.pool = target, drafter, pool
         self.graphs, self.synthetic, self.nvtx = graphs, synthetic, nvtx
 
+    @property
+    def ahead(self) -> bool:
+        """Whether the host has time while the device computes a round."""
+        return self.pool.device.type == "cuda"
+
     @torch.inference_mode()
-    def run(self, round: Round) -> RoundResult:
-        """One transaction. On any exception but a lost device the state is as before and ``RoundFailed`` tells the stage."""
+    def run(self, round: Round, meanwhile: Callable[[], None] | None = None) -> RoundResult:
+        """One transaction. On any exception but a lost device the state is as before and ``RoundFailed`` tells the stage.
+        ``meanwhile`` is called when all has been launched and only the results are waited for."""
         clock, txn = _Clock(self.pool.device, self.nvtx), None
         try:
             spans = [*map(_verify_rows, round.verify), *map(_prompt_rows, round.prefill)]
@@ -57,6 +63,8 @@ class Runner:
                 first = self._prefill(round.prefill, txn)
             with clock.stage("commit"):
                 self.pool.apply(txn, verdict.keep)
+                if meanwhile is not None:
+                    meanwhile()
                 tokens, firsts = _read(round, verdict, first)
                 self.pool.settle(txn, [*map(len, tokens), *(span.length for span in round.prefill)])
         except Exception as cause:
