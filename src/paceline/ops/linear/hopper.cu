@@ -1,13 +1,17 @@
 // The decode product on Hopper GPUs (sm_90a): out[m, n] = sum over k of x[m, k] * weight[n, k], for up to TOKENS rows of x.
 //
 // hopper.py compiles this file for one FORM of weight (a struct below) and one number of TOKENS, a multiple of 8 up to 64, with
-// STAGES buffers, and puts before it the function multiply(), one wgmma instruction of that width. No header is included.
+// STAGES buffers, and puts constants before it and the function multiply(), one wgmma instruction of that width. No header is
+// included.
 //
-// Weights are the A operand of wgmma, decoded into registers; x is the B operand, in shared memory. tiles.py describes a weight's
-// units, (tile of 128 rows, block of 256 columns). Two tiles below each other are a pair; the (pair, block) steps of a weight,
-// pair by pair, are cut into gridDim.x equal parts, one for each CTA. A warp fetches units and blocks of x, sixteen warps decode
-// and multiply, each of them 16 rows of the pair. A CTA stores what belongs to a whole pair as the result and anything else as a
-// partial sum, and add_parts() adds the partial sums of a pair in the order of the parts.
+// Weights are the A operand of wgmma, decoded into registers; x is the B operand, in shared memory. tiles.py describes a
+// weight's units, (tile of 128 rows, block of 256 columns). Two tiles below each other are a pair; the (pair, block) steps of a
+// weight, pair by pair, are cut into gridDim.x equal parts, one for each CTA. A warp fetches units and blocks of x, sixteen
+// warps decode and multiply, each of them 16 rows of the pair.
+//
+// A pair that lies in several parts is summed in the end: each of them leaves its sums in ``pieces``, and those whose last pair
+// it is share it out by groups of eight tokens and add up the pieces in the order of the parts. They wait for each other, so
+// all CTAs of a product have to be there together.
 
 typedef unsigned char uint8;
 typedef unsigned int uint32;
@@ -17,14 +21,15 @@ struct alignas(64) TensorMap {
     char opaque[128];
 };
 
-constexpr int CONSUMERS = 16;  // warps
+constexpr int CONSUMERS = 16;                       // warps
+// Registers are moved between groups of four warps, so there are four that fetch, three of them idle: 640 threads begin with 96
+// registers each, and 128 with 32 and 512 with 112 are as many.
+constexpr int THREADS = 32 * CONSUMERS + 128;
 constexpr int PAIR_ROWS = 256;
 constexpr int X_BYTES = TOKENS * 512;  // a block of x: four swizzled tiles of TOKENS rows by 64 columns
-constexpr uint32 HALF_1024 = 0x64646464;  // the upper bytes of float16 1024...1279, whose last place is one
-
-// What a byte permutation reads as its tables. Loaded, and by an index that depends on the lane, so that they are registers:
-// given as constants they would be copied at every use.
-extern "C" __device__ uint32 lane_constants[6][4] = LANE_CONSTANTS;
+constexpr uint32 HALF_1024 = 0x64646464;   // the upper bytes of float16 1024...1279, whose last place is one
+constexpr uint32 MINUS_1024 = 0xE400E400;  // pairs of float16
+constexpr uint32 MINUS_1152 = 0xE480E480;
 
 // ------------------------------------------------------------------------------------------------------------------ PTX
 
@@ -95,17 +100,31 @@ __device__ __forceinline__ uint32 shared_uint32(uint32 at) {
     return v;
 }
 
-// What another kernel may have written after this one was started must not come from the L1 cache.
+// What was written elsewhere while this kernel was here already must not come from the L1 cache. (No clobber of memory, which
+// would put one load after the other; volatile assembly stays in order.)
 __device__ __forceinline__ float global_float(const float* at) {
     float v;
     asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(v) : "l"(at));
     return v;
 }
 
-__device__ __forceinline__ float4 global_float4(const float* at) {
+__device__ __forceinline__ float4 global_float4(const float4* at) {
     float4 v;
     asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(at));
     return v;
+}
+
+// A flag counts those who have yet to read what it stands for.
+__device__ __forceinline__ void raise_flag(int* flag, int readers) {
+    asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(flag), "r"(readers) : "memory");
+}
+
+__device__ __forceinline__ void await_flag(int* flag) {
+    int up;
+    do {
+        asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(up) : "l"(flag) : "memory");
+    } while (!up);
+    asm volatile("red.relaxed.gpu.global.add.s32 [%0], %1;" ::"l"(flag), "r"(-1) : "memory");
 }
 
 __device__ __forceinline__ void barrier_init(uint32 barrier, int arrivals) {
@@ -163,6 +182,13 @@ struct Place {
 
 constexpr int CODES = 16384;  // bytes of ``codes`` in a unit
 
+// Constants are disguised: most instructions take one from the code but not two, and others would be copied to registers at
+// every use.
+struct Opaque {
+    uint32 zero;  // unknown to the compiler, and another for each lane
+    __device__ __forceinline__ uint32 operator()(uint32 constant) const { return constant ^ zero; }
+};
+
 struct IQ4_XS {
     static constexpr int BYTES = CODES + 1024 + 256;
     static constexpr bool HAS_FACTOR = true;
@@ -171,38 +197,63 @@ struct IQ4_XS {
         uint2 scales;
     };
     Place p;
-    uint32 minus_one, negative[2], positive[2], half_1024;
+    uint32 minus_one, negative[2], positive[2], half_1024, table;
 
-    __device__ IQ4_XS(int lane) {
-        const int t = lane & 3;
-        minus_one = lane_constants[0][t];
-        negative[0] = lane_constants[1][t], negative[1] = lane_constants[2][t];
-        positive[0] = lane_constants[3][t], positive[1] = lane_constants[4][t];
-        half_1024 = lane_constants[5][t];
+    __device__ __forceinline__ IQ4_XS(int warp, int lane, Opaque opaque) {
+        minus_one = opaque(0xFFFFFFFF), half_1024 = opaque(HALF_1024), table = opaque(TABLE | lane << 2);
+        negative[0] = opaque(NEGATIVE_0), negative[1] = opaque(NEGATIVE_1);
+        positive[0] = opaque(POSITIVE_0), positive[1] = opaque(POSITIVE_1);
+        fill_table(warp);
     }
     __device__ __forceinline__ uint32 factor() const { return shared_uint32(p.unit + CODES + 1024 + (p.w * 8 + p.g) * 4); }
     __device__ __forceinline__ Half load(int h) const {
         return {{shared_uint4(p.of_lane(h, 0, 4)), shared_uint4(p.of_lane(h, 1, 4))}, shared_uint2(p.of_rows(h, 8) + CODES)};
     }
-    // A permutation looks up the magnitudes of the negative values, another the positive values with the index inverted: an
-    // index with its top bit set asks for the sign of a table's byte, which is zero. Value + 128 is the last byte of 1152 +
-    // value, and (1152 + value) * scale - 1152 * scale is exact before its one rounding.
+    // Two ways of looking up, which keep different units of the multiprocessor busy and give the same bits: value * scale,
+    // rounded once. (The integers before the rounding are exact.)
     __device__ __forceinline__ void decode(const Half& half, int s, uint32* a) const {
         const uint32 both = s & 1 ? 0x4342 : 0x4140;
         const uint32 scales = add2(permute(s < 2 ? half.scales.x : half.scales.y, half_1024, both), 0xE420E420);  // -1056
-        const uint32 shifts = mul2(scales, 0xE480E480);                                                            // -1152
+        const uint32 shifts = mul2(scales, MINUS_1152);
 #pragma unroll
         for (int r = 0; r < 2; r++) {
-            const uint32 scale = broadcast(scales, r), shift = broadcast(shifts, r);
+            if (s)
+                from_table(at(half.codes[r], s), broadcast(scales, r), a + r);
+            else
+                by_permutation(at(half.codes[r], s), broadcast(scales, r), broadcast(shifts, r), a + r);
+        }
+    }
+    // A permutation looks up the magnitudes of the negative values, another the positive values with the index inverted: an
+    // index with its top bit set asks for the sign of a table's byte, which is zero. Value + 128 becomes the last byte of 1152
+    // + value, and then (1152 + value) * scale - 1152 * scale.
+    __device__ __forceinline__ void by_permutation(uint32 word, uint32 scale, uint32 shift, uint32* a) const {
 #pragma unroll
-            for (int i = 0; i < 2; i++) {
-                const uint32 index = at(half.codes[r], s) >> (16 * i);
-                const uint32 inverse = index * minus_one + minus_one;  // ~index, but on the multiplier, which is free
-                const uint32 values = permute(positive[0], positive[1], inverse) + 0x80808080u -
-                                      permute(negative[0], negative[1], index);
-                a[4 * i + r] = fma2(permute(values, half_1024, 0x4140), scale, shift);
-                a[4 * i + 2 + r] = fma2(permute(values, half_1024, 0x4342), scale, shift);
-            }
+        for (int i = 0; i < 2; i++) {
+            const uint32 index = word >> (16 * i);
+            const uint32 inverse = index * minus_one + minus_one;  // ~index, but on the multiplier, which is free
+            const uint32 values = permute(positive[0], positive[1], inverse) + 0x80808080u -
+                                  permute(negative[0], negative[1], index);
+            a[4 * i] = fma2(permute(values, half_1024, 0x4140), scale, shift);
+            a[4 * i + 2] = fma2(permute(values, half_1024, 0x4342), scale, shift);
+        }
+    }
+    // A byte of codes is the second byte of the address of its two values; each lane has a copy in a bank of its own.
+    __device__ __forceinline__ void from_table(uint32 word, uint32 scale, uint32* a) const {
+#pragma unroll
+        for (int pair = 0; pair < 4; pair++)
+            a[2 * pair] = mul2(shared_uint32(permute(word, table, 0x7604 | pair << 4)), scale);
+    }
+    // A warp fills in the bytes whose lower code is its number.
+    __device__ __forceinline__ void fill_table(int warp) const {
+        constexpr uint32 ONE = 0x3C003C00;
+        uint32 upper[16], lower[8];  // pairs of values at even places
+        by_permutation(0x76543210, ONE, MINUS_1152, upper);
+        by_permutation(0xFEDCBA98, ONE, MINUS_1152, upper + 8);
+        by_permutation(warp * 0x11111111, ONE, MINUS_1152, lower);
+#pragma unroll
+        for (int code = 0; code < 16; code++) {
+            const uint32 values = permute(lower[0], upper[code & ~1], code & 1 ? 0x7610 : 0x5410);
+            asm volatile("st.shared.u32 [%0], %1;" ::"r"(table | code << 12 | warp << 8), "r"(values) : "memory");
         }
     }
 };
@@ -216,9 +267,11 @@ struct Q6_K {
         uint4 scales;
     };
     Place p;
-    uint32 half_1024;
+    uint32 half_1024, sixty_four;
 
-    __device__ Q6_K(int lane) { half_1024 = lane_constants[5][lane & 3]; }
+    __device__ __forceinline__ Q6_K(int, int, Opaque opaque) {
+        half_1024 = opaque(HALF_1024), sixty_four = opaque(0x54005400);
+    }
     __device__ __forceinline__ uint32 factor() const { return shared_uint32(p.unit + BYTES - 256 + (p.w * 8 + p.g) * 4); }
     __device__ __forceinline__ Half load(int h) const {
         return {{shared_uint4(p.of_lane(h, 0, 4)), shared_uint4(p.of_lane(h, 1, 4))},
@@ -229,8 +282,8 @@ struct Q6_K {
     __device__ __forceinline__ void decode(const Half& half, int s, uint32* a) const {
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            const uint32 scales = add2(permute(at(half.scales, s), half_1024, i ? 0x4341 : 0x4240), 0xE480E480);  // -1152
-            const uint32 shifts = mul2(scales, 0xD600D600);                                                      // -96
+            const uint32 scales = add2(permute(at(half.scales, s), half_1024, i ? 0x4341 : 0x4240), MINUS_1152);
+            const uint32 shifts = mul2(scales, 0xD600D600);  // -96
 #pragma unroll
             for (int r = 0; r < 2; r++) {
                 const uint32 word = at(half.codes[r], s), high = s < 2 ? half.high[r].x : half.high[r].y;
@@ -239,7 +292,7 @@ struct Q6_K {
                     const int left = 4 - 8 * i - 4 * j, high_left = 8 - 8 * (s & 1) - 4 * i - 2 * j;
                     const uint32 low_bits = left >= 0 ? word << (left & 31) : word >> (-left & 31);
                     const uint32 high_bits = high_left >= 0 ? high << (high_left & 31) : high >> (-high_left & 31);
-                    const uint32 value = (low_bits & 0x00F000F0) | 0x54005400 | (high_bits & 0x03000300);
+                    const uint32 value = (low_bits & 0x00F000F0) | sixty_four | (high_bits & 0x03000300);
                     a[4 * i + 2 * j + r] = fma2(value, broadcast(scales, r), broadcast(shifts, r));
                 }
             }
@@ -257,7 +310,7 @@ struct Q8_0 {
     Place p;
     uint32 half_1024;
 
-    __device__ Q8_0(int lane) { half_1024 = lane_constants[5][lane & 3]; }
+    __device__ __forceinline__ Q8_0(int, int, Opaque opaque) { half_1024 = opaque(HALF_1024); }
     __device__ __forceinline__ uint32 factor() const { return 0; }
     __device__ __forceinline__ Half load(int h) const {
         const uint32 first = p.of_lane(h, 0, 4), second = p.of_lane(h, 1, 4);
@@ -273,7 +326,7 @@ struct Q8_0 {
                 const uint32 word = at(half.codes[i][r], s);
 #pragma unroll
                 for (int j = 0; j < 2; j++) {
-                    const uint32 code = add2(permute(word, half_1024, j ? 0x4341 : 0x4240), 0xE480E480);  // -1152
+                    const uint32 code = add2(permute(word, half_1024, j ? 0x4341 : 0x4240), MINUS_1152);
                     a[4 * i + 2 * j + r] = mul2(code, broadcast(scales, r));
                 }
             }
@@ -287,10 +340,10 @@ struct ScalesAndShifts {
     __device__ __forceinline__ ScalesAndShifts(uint32 bytes, const uint32 (&d)[2], uint32 half_1024) {
 #pragma unroll
         for (int r = 0; r < 2; r++)
-            of_row[r] = mul2(add2(permute(bytes, half_1024, r ? 0x4342 : 0x4140), 0xE400E400), d[r] ^ 0x80000000);  // -1024
+            of_row[r] = mul2(add2(permute(bytes, half_1024, r ? 0x4342 : 0x4140), MINUS_1024), d[r] ^ 0x80000000);
     }
     __device__ __forceinline__ uint32 apply(uint32 value, int r) const {
-        return fma2(add2(value, 0xE400E400), broadcast(of_row[r], 0), broadcast(of_row[r], 1));
+        return fma2(add2(value, MINUS_1024), broadcast(of_row[r], 0), broadcast(of_row[r], 1));
     }
 };
 
@@ -303,9 +356,11 @@ struct Q4_K {
         uint32 d[2];
     };
     Place p;
-    uint32 half_1024;
+    uint32 half_1024, codes_1024;
 
-    __device__ Q4_K(int lane) { half_1024 = lane_constants[5][lane & 3]; }
+    __device__ __forceinline__ Q4_K(int, int, Opaque opaque) {
+        half_1024 = opaque(HALF_1024), codes_1024 = opaque(0x64006400);
+    }
     __device__ __forceinline__ uint32 factor() const { return 0; }
     __device__ __forceinline__ Half load(int h) const {
         const uint2 d = shared_uint2(p.unit + CODES + 2048 + (p.w * 8 + p.g) * 8);
@@ -319,7 +374,7 @@ struct Q4_K {
         for (int r = 0; r < 2; r++)
 #pragma unroll
             for (int pair = 0; pair < 4; pair++)
-                a[2 * pair + r] = scales.apply(((at(half.codes[r], s) >> (4 * pair)) & 0x000F000F) | 0x64006400, r);
+                a[2 * pair + r] = scales.apply(((at(half.codes[r], s) >> (4 * pair)) & 0x000F000F) | codes_1024, r);
     }
 };
 
@@ -333,9 +388,11 @@ struct Q5_K {
         uint32 d[2];
     };
     Place p;
-    uint32 half_1024;
+    uint32 half_1024, codes_1024;
 
-    __device__ Q5_K(int lane) { half_1024 = lane_constants[5][lane & 3]; }
+    __device__ __forceinline__ Q5_K(int, int, Opaque opaque) {
+        half_1024 = opaque(HALF_1024), codes_1024 = opaque(0x64006400);
+    }
     __device__ __forceinline__ uint32 factor() const { return 0; }
     __device__ __forceinline__ Half load(int h) const {
         const uint2 d = shared_uint2(p.unit + BYTES - 512 + (p.w * 8 + p.g) * 8);
@@ -352,7 +409,7 @@ struct Q5_K {
             for (int pair = 0; pair < 4; pair++) {
                 const int left = 4 - 4 * s - pair;
                 const uint32 high = left >= 0 ? half.high[r] << (left & 31) : half.high[r] >> (-left & 31);
-                const uint32 low = ((at(half.codes[r], s) >> (4 * pair)) & 0x000F000F) | 0x64006400;
+                const uint32 low = ((at(half.codes[r], s) >> (4 * pair)) & 0x000F000F) | codes_1024;
                 a[2 * pair + r] = scales.apply(low | (high & 0x00100010), r);
             }
     }
@@ -360,18 +417,17 @@ struct Q5_K {
 
 // -------------------------------------------------------------------------------------------------------------- product
 
-constexpr int STAGE_BYTES = 2 * FORM::BYTES;
+constexpr int PIECE = TOKENS / 8 * 32 * CONSUMERS;  // float4 in a part's piece
+constexpr int BATCH = 8;
 
-struct Shared {
-    uint32 x, weights, full, empty;
-
-    __device__ __forceinline__ Shared(uint32 base) {
-        x = (base + 1023) & ~1023u;  // the swizzle repeats every 1024 bytes
-        weights = x + STAGES * X_BYTES;
-        full = weights + STAGES * STAGE_BYTES;
-        empty = full + 8 * STAGES;
-    }
-};
+// Addresses in shared memory, which hopper.py has laid out; the last buffer of weights may lie apart from the others.
+__device__ __forceinline__ uint32 x_of(int stage) { return X_AT + stage * X_BYTES; }
+__device__ __forceinline__ uint32 weights_of(int stage) {
+    return stage == STAGES - 1 ? LAST_WEIGHTS_AT : WEIGHTS_AT + stage * 2 * FORM::BYTES;
+}
+constexpr uint32 FACTORS_AT = BARRIERS_AT + 128;
+__device__ __forceinline__ uint32 full(int stage) { return BARRIERS_AT + 16 * stage; }
+__device__ __forceinline__ uint32 empty(int stage) { return BARRIERS_AT + 16 * stage + 8; }
 
 struct Step {
     int pair, block;
@@ -381,14 +437,12 @@ struct Step {
     }
 };
 
-__device__ __forceinline__ void fetch_units(
-    const Shared& shared, int stage, const uint8* weights, const Step& step, int tiles, int blocks) {
-    const uint32 to = shared.weights + stage * STAGE_BYTES, barrier = shared.full + 8 * stage;
+__device__ __forceinline__ void fetch_units(int stage, const uint8* weights, const Step& step, int tiles, int blocks) {
     const uint8* unit = weights + ((uint64)(2 * step.pair) * blocks + step.block) * FORM::BYTES;
     const bool both = 2 * step.pair + 1 < tiles;
-    barrier_expect(barrier, X_BYTES + (both ? 2 : 1) * FORM::BYTES);
-    fetch(to, unit, FORM::BYTES, barrier);
-    if (both) fetch(to + FORM::BYTES, unit + (uint64)blocks * FORM::BYTES, FORM::BYTES, barrier);
+    barrier_expect(full(stage), X_BYTES + (both ? 2 : 1) * FORM::BYTES);
+    fetch(weights_of(stage), unit, FORM::BYTES, full(stage));
+    if (both) fetch(weights_of(stage) + FORM::BYTES, unit + (uint64)blocks * FORM::BYTES, FORM::BYTES, full(stage));
 }
 
 __device__ __forceinline__ void multiply_64(float (&sums)[TOKENS / 2], const uint32 (&a)[16], uint64 b) {
@@ -403,67 +457,124 @@ __device__ __forceinline__ void multiplied() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
-// x is a tensor [columns / 64, rows, 64] of float16; part p of gridDim.x parts has the steps from p * steps / gridDim.x on.
-// ``factors`` and ``out`` begin at ``first_row``. ``partial`` is [part + pair, rows, 256].
-extern "C" __global__ void __launch_bounds__(32 * (CONSUMERS + 1), 1)
+// How the tokens of a pair are shared out, in groups of 8, among the parts whose last pair it is. A part has at most two pieces:
+// of the pair that it begins in and of the one that it ends in.
+struct Share {
+    int first, last;   // parts that have some of the pair
+    int begin, every;  // this part finishes each ``every``-th group from ``begin`` on
+    int readers;       // others that read this part's piece
+
+    __device__ __forceinline__ Share(int pair, int part, int parts, int steps, int blocks, int groups, bool ends_here) {
+        const uint64 from = (uint64)pair * blocks, to = from + blocks;
+        // The part that has step s is the last one that begins at s or before it.
+        first = (int)(((from + 1) * parts - 1) / steps), last = (int)((to * parts - 1) / steps);
+        const bool last_ends = (uint64)(last + 1) * steps / parts == to;
+        every = max(last - first + last_ends, 1);
+        begin = ends_here || first == last ? part - first : groups;
+        readers = first == last ? 0 : min(every, groups) - (begin < groups);
+    }
+    __device__ __forceinline__ int piece_of(int part) const { return 2 * part + (part < first + every); }
+};
+
+__device__ __forceinline__ void leave(const float (&sums)[TOKENS / 2], float4* piece, int groups) {
+#pragma unroll
+    for (int i = 0; i < TOKENS / 8; i++)
+        if (i < groups) piece[i * 32 * CONSUMERS] = {sums[4 * i], sums[4 * i + 1], sums[4 * i + 2], sums[4 * i + 3]};
+}
+
+__device__ __forceinline__ float4 of_group(const float (&sums)[TOKENS / 2], int group) {
+    float4 v = {sums[0], sums[1], sums[2], sums[3]};
+#pragma unroll
+    for (int i = 1; i < TOKENS / 8; i++)
+        if (i == group) v = {sums[4 * i], sums[4 * i + 1], sums[4 * i + 2], sums[4 * i + 3]};
+    return v;
+}
+
+// The sum over parts; ``piece`` is the first of all.
+__device__ __forceinline__ float4 of_all(const float4& own, const float4* piece, const Share& share, int part) {
+    float4 sum = {0.0f, 0.0f, 0.0f, 0.0f};
+    for (int other = share.first; other <= share.last; other += BATCH) {
+        float4 v[BATCH];  // loads that are under way together
+#pragma unroll
+        for (int j = 0; j < BATCH; j++) {
+            v[j] = own;
+            if (other + j <= share.last && other + j != part) v[j] = global_float4(piece + share.piece_of(other + j) * PIECE);
+        }
+#pragma unroll
+        for (int j = 0; j < BATCH; j++)
+            if (other + j <= share.last) sum.x += v[j].x, sum.y += v[j].y, sum.z += v[j].z, sum.w += v[j].w;
+    }
+    return sum;
+}
+
+// x is a tensor [columns / 64, rows, 64] of float16; ``factors`` and ``out`` begin at ``first_row``. Part p of n has the steps
+// from p * steps / n on. ``pieces`` is [part, 2, TOKENS / 8, thread], ``flags`` [part, 2, warp], all zero before and after.
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
     product(const __grid_constant__ TensorMap x, const uint8* __restrict__ weights, const float* factors, float* out,
-            float* partial, int first_row, int rows, int outputs, int out_stride, int tiles, int blocks) {
-    extern __shared__ uint8 memory[];
-    const Shared shared((uint32)__cvta_generic_to_shared(memory));
+            float4* pieces, int* flags, int first_row, int rows, int outputs, int out_stride, int tiles, int blocks,
+            uint32 zero) {
     // Through a shuffle, so that the compiler sees that it is the same for the whole warp, which wgmma needs.
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0), lane = threadIdx.x & 31;
+    const int parts = gridDim.x, part = blockIdx.x;
     const int steps = (tiles + 1) / 2 * blocks;
-    const int first = (int)((uint64)blockIdx.x * steps / gridDim.x);
-    const int end = (int)((uint64)(blockIdx.x + 1) * steps / gridDim.x);
+    const int first = (int)((uint64)part * steps / parts), end = (int)((uint64)(part + 1) * steps / parts);
     const int early = min(STAGES, end - first);
     Step step = {first / blocks, first % blocks};
     asm volatile("griddepcontrol.launch_dependents;");
 
     if (threadIdx.x == 32 * CONSUMERS) {
+        asm volatile("prefetch.tensormap [%0];" ::"l"(&x) : "memory");
         for (int stage = 0; stage < STAGES; stage++) {
-            barrier_init(shared.full + 8 * stage, 1);
-            barrier_init(shared.empty + 8 * stage, CONSUMERS);
+            barrier_init(full(stage), 1);
+            barrier_init(empty(stage), CONSUMERS);
         }
         asm volatile("fence.mbarrier_init.release.cluster;");
         asm volatile("fence.proxy.async.shared::cta;");
-        // Weights do not depend on the kernel before this one; x, out and partial do.
+        // Weights do not depend on the kernel before this one; everything else does.
         Step ahead = step;
-        for (int stage = 0; stage < early; stage++, ahead.next(blocks))
-            fetch_units(shared, stage, weights, ahead, tiles, blocks);
+        for (int stage = 0; stage < early; stage++, ahead.next(blocks)) fetch_units(stage, weights, ahead, tiles, blocks);
     }
     __syncthreads();
 
-    if (warp == CONSUMERS) {
-        if (lane == 0) {
+    if (warp >= CONSUMERS) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 32;");
+        if (threadIdx.x == 32 * CONSUMERS) {
             asm volatile("griddepcontrol.wait;" ::: "memory");
             for (int stage = 0; stage < early; stage++, step.next(blocks))
-                fetch_x(shared.x + stage * X_BYTES, &x, first_row, step.block, shared.full + 8 * stage);
+                fetch_x(x_of(stage), &x, first_row, step.block, full(stage));
             int stage = 0, parity = 0;
             for (int done = first + early; done < end; done++, step.next(blocks)) {
-                barrier_wait(shared.empty + 8 * stage, parity);
-                fetch_units(shared, stage, weights, step, tiles, blocks);
-                fetch_x(shared.x + stage * X_BYTES, &x, first_row, step.block, shared.full + 8 * stage);
+                barrier_wait(empty(stage), parity);
+                fetch_units(stage, weights, step, tiles, blocks);
+                fetch_x(x_of(stage), &x, first_row, step.block, full(stage));
                 if (++stage == STAGES) stage = 0, parity ^= 1;
             }
         }
         return;
     }
-
-    FORM form(lane);
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 112;");
+    FORM form(warp, lane, Opaque{lane & zero});
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    if (threadIdx.x < rows)
+        asm volatile("st.shared.f32 [%0], %1;" ::"r"(FACTORS_AT + 4 * threadIdx.x), "f"(global_float(factors + threadIdx.x)));
+    asm volatile("bar.sync 1, 512;" ::: "memory");
     float sums[TOKENS / 2];  // sums[4 i + 2 r + e]: row g + 8 r of the warp, token 8 i + 2 t + e
     uint32 even[16], odd[16];
-    const int g = lane >> 2, t = lane & 3;
-    int stage = 0, parity = 0;
-    for (int done = first; done < end; step.pair++, step.block = 0) {
-        const int count = min(blocks - step.block, end - done);
+    const int g = lane >> 2, t = lane & 3, groups = (rows + 7) / 8;
+    for (int done = first; done < end;) {
+        // Through a shuffle, again for the compiler, which cannot see that the flags leave the warp together.
+        done = __shfl_sync(0xffffffffu, done, 0);
+        const int pair = done / blocks, begin = done - pair * blocks;
+        const int count = min(blocks - begin, end - done);
+        int stage = (done - first) % STAGES, parity = (done - first) / STAGES & 1;
         done += count;
         float d[2] = {1.0f, 1.0f};
 #pragma unroll
         for (int i = 0; i < TOKENS / 2; i++) sums[i] = 0.0f;
 #pragma unroll 1
         for (int i = 0; i < count; i++) {
-            barrier_wait(shared.full + 8 * stage, parity);
-            form.p = {shared.weights + stage * STAGE_BYTES + (warp >> 3) * FORM::BYTES, warp & 7, g, lane};
+            barrier_wait(full(stage), parity);
+            form.p = {weights_of(stage) + (warp >> 3) * FORM::BYTES, warp & 7, g, lane};
             typename FORM::Half half = form.load(0);
             const uint32 factors_of_rows = form.factor();
             form.decode(half, 0, even);
@@ -481,7 +592,7 @@ extern "C" __global__ void __launch_bounds__(32 * (CONSUMERS + 1), 1)
                 }
             }
             // Descriptor of x: swizzle of 128 bytes, groups of 8 rows 1024 bytes apart.
-            const uint64 b = (1ull << 62) | (64ull << 32) | (1ull << 16) | (((shared.x + stage * X_BYTES) >> 4) & 0x3FFF);
+            const uint64 b = (1ull << 62) | (64ull << 32) | (1ull << 16) | ((x_of(stage) >> 4) & 0x3FFF);
             multiply_64(sums, even, b);
             form.decode(half, 2, odd);
             form.decode(half, 3, odd + 8);
@@ -496,50 +607,36 @@ extern "C" __global__ void __launch_bounds__(32 * (CONSUMERS + 1), 1)
             form.decode(half, 3, odd + 8);
             multiply_64(sums, odd, b + 3 * TOKENS * 8);
             multiplied<0>();
-            if (lane == 0) barrier_arrive(shared.empty + 8 * stage);
+            if (lane == 0) barrier_arrive(empty(stage));
             if (++stage == STAGES) stage = 0, parity ^= 1;
         }
-        const bool whole = count == blocks;
-        const int row = warp * 16 + g, n = step.pair * PAIR_ROWS + row;
-        float* piece = partial + (uint64)(blockIdx.x + step.pair) * rows * PAIR_ROWS + row;
 #pragma unroll
-        for (int i = 0; i < TOKENS / 2; i++) {
-            const int m = i / 4 * 8 + 2 * t + i % 2, r = i / 2 % 2;
-            if (m >= rows) continue;
-            const float sum = sums[i] * d[r];
-            if (!whole)
-                piece[(uint64)m * PAIR_ROWS + 8 * r] = sum;
-            else if (n + 8 * r < outputs)
-                out[(uint64)m * out_stride + n + 8 * r] = sum * global_float(factors + m);
-        }
-    }
-}
+        for (int i = 0; i < TOKENS / 2; i++) sums[i] *= d[i / 2 % 2];
 
-// Block: 64 threads of four rows of the pair blockIdx.x by four tokens. ``parts`` is the gridDim.x of product().
-extern "C" __global__ void __launch_bounds__(256) add_parts(
-    const float* partial, const float* factors, float* out, int rows, int outputs, int out_stride, int blocks, int parts) {
-    const int pair = blockIdx.x, m = blockIdx.y * blockDim.y + threadIdx.y;
-    const uint64 steps = (uint64)gridDim.x * blocks;
-    // The part that has step s is the last one that starts at s or before it.
-    const int first = (int)((((uint64)pair * blocks + 1) * parts - 1) / steps);
-    const int last = (int)((((uint64)pair * blocks + blocks) * parts - 1) / steps);
-    asm volatile("griddepcontrol.launch_dependents;");
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-    if (m >= rows || first == last) return;
-    float4 sum = {0.0f, 0.0f, 0.0f, 0.0f};
-    for (int part = first; part <= last; part++) {
-        const float4 v = global_float4(partial + ((uint64)(part + pair) * rows + m) * PAIR_ROWS + 4 * threadIdx.x);
-        sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
-    }
-    const float factor = global_float(factors + m);
-    const float values[4] = {sum.x * factor, sum.y * factor, sum.z * factor, sum.w * factor};
-    const int n = pair * PAIR_ROWS + 4 * threadIdx.x;
-    float* to = out + (uint64)m * out_stride + n;
-    if (n + 3 < outputs && ((uint64)to & 15) == 0) {
-        *(float4*)to = {values[0], values[1], values[2], values[3]};
-    } else {
+        const Share share(pair, part, parts, steps, blocks, groups, done == end);
+        if (share.readers) {
+            leave(sums, pieces + share.piece_of(part) * PIECE + threadIdx.x, groups);
+            __syncwarp();
+            if (lane == 0) raise_flag(flags + share.piece_of(part) * CONSUMERS + warp, share.readers);
+        }
+        if (share.begin < groups && share.first != share.last)
+            for (int other = share.first + lane; other <= share.last; other += 32)
+                if (other != part) await_flag(flags + share.piece_of(other) * CONSUMERS + warp);
+        __syncwarp();
+        const int n = pair * PAIR_ROWS + warp * 16 + g;
+        for (int group = share.begin; group < groups; group += share.every) {
+            float4 sum = of_group(sums, group);
+            if (share.first != share.last)
+                sum = of_all(sum, pieces + group * 32 * CONSUMERS + threadIdx.x, share, part);
 #pragma unroll
-        for (int i = 0; i < 4; i++)
-            if (n + i < outputs) to[i] = values[i];
+            for (int e = 0; e < 2; e++) {
+                const int m = 8 * group + 2 * t + e;
+                if (m >= rows) continue;
+                const float factor = __uint_as_float(shared_uint32(FACTORS_AT + 4 * m));
+                float* to = out + (uint64)m * out_stride + n;
+                if (n < outputs) to[0] = (e ? sum.y : sum.x) * factor;
+                if (n + 8 < outputs) to[8] = (e ? sum.w : sum.z) * factor;
+            }
+        }
     }
 }

@@ -1,7 +1,7 @@
 """The decode product on Hopper GPUs (compute capability 9.0): ``hopper.cu``, compiled at run time, and its launches.
 
 A row's bits do not depend on the other rows. How the weight is cut into parts depends on its shape and on the number of
-multiprocessors alone, and so does the order over K in which a part adds; the partial sums of a tile are added in the order
+multiprocessors alone, and so does the order over K in which a part adds; the sums of a tile's parts are added in the order
 of the parts. The number of rows chooses only the width N of the instruction, ``wgmma.m64nNk16``, whose N columns are
 independent products: with 8, 16, 24, 32, 48 and 64 columns an H200 returns equal bits for a column. More than 64 rows are
 several launches.
@@ -21,13 +21,14 @@ import importlib.util
 import os
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from paceline.ops.linear.rows import Rows
-from paceline.ops.linear.tiles import TILE_ROWS, TiledWeight
+from paceline.ops.linear.tiles import TILE_ROWS, TiledWeight, unit_bytes
 from paceline.ops.quant import fields
 
 VERSION = 1
@@ -36,11 +37,15 @@ FORMS = ("IQ4_XS", "Q4_K", "Q5_K", "Q6_K", "Q8_0")
 _WIDTHS = (8, 16, 24, 32, 48, 64)
 """Columns of the instruction, of which the last is also the number of rows in a launch."""
 _PAIR_ROWS = 2 * TILE_ROWS
-_THREADS = 17 * 32
-_SHARED_BYTES = 227 << 10
+_CONSUMERS = 16
+_THREADS = 32 * _CONSUMERS + 128
+_SHARED_BEGIN, _SHARED_END = 1 << 10, 228 << 10
+_SMALL_BYTES = 512
+"""Of barriers and row factors in shared memory."""
 _SOURCE = Path(__file__).with_suffix(".cu")
 
 
+@functools.cache
 def available(device: torch.device) -> bool:
     """Whether ``decode`` can run on ``device``."""
     return (
@@ -63,37 +68,59 @@ def decode(x: Rows, weight: TiledWeight) -> Tensor:
 def _decode_rows(x: Rows, weight: TiledWeight, out: Tensor, first: int, rows: int) -> None:
     device = x.values.device.index
     tokens = next(width for width in _WIDTHS if rows <= width)
-    pairs = -(-weight.tiles // 2)
-    parts = min(torch.cuda.get_device_properties(device).multi_processor_count, pairs * weight.blocks)
-    partial = torch.empty(parts + pairs, rows, _PAIR_ROWS, device=x.device)
-    product, add_parts = _kernels(device, weight.form, tokens)
-    pointer = ctypes.c_void_p
-    factors, target = pointer(x.factors[first:].data_ptr()), pointer(out[first:].data_ptr())
-    shape = [ctypes.c_int(value) for value in (rows, out.shape[1], out.stride(0))]
-    arguments: list[_Argument] = [_tensor_map(x.values, tokens), pointer(weight.data.data_ptr()), factors, target]
-    arguments += [pointer(partial.data_ptr()), ctypes.c_int(first), *shape]
-    arguments += [ctypes.c_int(weight.tiles), ctypes.c_int(weight.blocks)]
-    _launch(product, (parts, 1), (_THREADS, 1), _shared_bytes(weight, tokens), arguments)
-    arguments = [pointer(partial.data_ptr()), factors, target, *shape, ctypes.c_int(weight.blocks), ctypes.c_int(parts)]
-    deep = min(4, rows)
-    _launch(add_parts, (pairs, -(-rows // deep)), (64, deep), 0, arguments)
+    steps = -(-weight.tiles // 2) * weight.blocks
+    parts = min(torch.cuda.get_device_properties(device).multi_processor_count, steps)
+    kernel, workspace = _kernel(device, weight.form, tokens), _workspace(device)
+    pointers = [weight.data, x.factors[first:], out[first:], workspace.pieces, workspace.flags]
+    numbers = [first, rows, out.shape[1], out.stride(0), weight.tiles, weight.blocks, 0]
+    arguments: list[_Argument] = [_tensor_map(x.values, tokens)]
+    arguments += [ctypes.c_void_p(tensor.data_ptr()) for tensor in pointers]
+    arguments += [ctypes.c_int(number) for number in numbers]
+    _launch(kernel, parts, arguments)
 
 
-# What is in the shared memory of a CTA ---------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True, eq=False)
+class _Workspace:
+    """What the parts of a product leave for each other. There is one for a device, so two products must not run side by
+    side: they share a stream, or one stream waits for the other."""
+
+    pieces: Tensor
+    flags: Tensor
 
 
-def _stage_bytes(unit_bytes: int, tokens: int) -> int:
-    return 2 * unit_bytes + tokens * 512
+@functools.cache
+def _workspace(device: int) -> _Workspace:
+    parts = torch.cuda.get_device_properties(device).multi_processor_count
+    pieces = torch.empty(parts, 2, _WIDTHS[-1], _PAIR_ROWS, device=f"cuda:{device}")
+    return _Workspace(pieces, torch.zeros(parts, 2, _CONSUMERS, dtype=torch.int32, device=f"cuda:{device}"))
 
 
-def _stages(unit_bytes: int, tokens: int) -> int:
-    return min(6, (_SHARED_BYTES - 2048) // _stage_bytes(unit_bytes, tokens))
+# Shared memory ---------------------------------------------------------------------------------------------------------
 
 
-def _shared_bytes(weight: TiledWeight, tokens: int) -> int:
-    """Buffers, the alignment of their beginning, and two barriers of 8 bytes for each."""
-    stages = _stages(weight.unit_bytes, tokens)
-    return stages * (_stage_bytes(weight.unit_bytes, tokens) + 16) + 1024
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """Addresses in the shared memory of a CTA; ``table`` is 0 where there is none."""
+
+    stages: int
+    x: int
+    weights: int
+    last_weights: int
+    barriers: int
+    table: int
+
+
+def _layout(form: str, tokens: int) -> _Layout:
+    """As many buffers as there is room for. IQ4_XS has a table of 64 KiB, at a multiple of that."""
+    x_bytes, weight_bytes = tokens * 512, 2 * unit_bytes(form)
+    if form == "IQ4_XS":
+        table, behind = 2 << 16, 3 << 16
+        stages = min(6, 1 + (table - _SHARED_BEGIN - x_bytes) // (x_bytes + weight_bytes))
+        return _Layout(stages, _SHARED_BEGIN, _SHARED_BEGIN + stages * x_bytes, behind, behind + weight_bytes, table)
+    stages = min(6, (_SHARED_END - _SHARED_BEGIN - _SMALL_BYTES) // (x_bytes + weight_bytes))
+    weights = _SHARED_BEGIN + stages * x_bytes
+    end = weights + stages * weight_bytes
+    return _Layout(stages, _SHARED_BEGIN, weights, end - weight_bytes, end, 0)
 
 
 # Compilation -----------------------------------------------------------------------------------------------------------
@@ -101,19 +128,32 @@ def _shared_bytes(weight: TiledWeight, tokens: int) -> int:
 
 def source(form: str, tokens: int) -> str:
     """``hopper.cu`` for one form of weight and one number of tokens."""
-    stages = _stages(UNIT_BYTES[form], tokens)
-    lines = [f"#define FORM {form}", f"#define TOKENS {tokens}", f"#define STAGES {stages}"]
-    lines += [f"#define LANE_CONSTANTS {_lane_constants()}", _multiply(tokens), _SOURCE.read_text(encoding="utf-8")]
-    return "\n".join(lines)
+    layout = _layout(form, tokens)
+    constants = {
+        "FORM": form,
+        "TOKENS": tokens,
+        "STAGES": layout.stages,
+        "X_AT": layout.x,
+        "WEIGHTS_AT": layout.weights,
+        "LAST_WEIGHTS_AT": layout.last_weights,
+        "BARRIERS_AT": layout.barriers,
+        "TABLE": layout.table,
+        **_codebook(),
+    }
+    lines = [f"#define {name} {value}" for name, value in constants.items()]
+    return "\n".join([*lines, _multiply(tokens), _SOURCE.read_text(encoding="utf-8")])
 
 
-def _lane_constants() -> str:
-    negative = bytes(-v for v in fields.IQ4_VALUES[:8])
+def _codebook() -> dict[str, str]:
+    """IQ4_XS: the magnitudes of the negative values, and the positive values from the last to the first, four to a word."""
+    negative = bytes(-value for value in fields.IQ4_VALUES[:8])
     positive = bytes(reversed(fields.IQ4_VALUES[8:]))
-    words = [0xFFFFFFFF]
-    words += [int.from_bytes(half, "little") for table in (negative, positive) for half in (table[:4], table[4:])]
-    words += [0x64646464]
-    return "{" + ", ".join("{" + ", ".join([f"0x{word:08x}u"] * 4) + "}" for word in words) + "}"
+    tables = {"NEGATIVE": negative, "POSITIVE": positive}
+    return {
+        f"{name}_{half}": f"0x{int.from_bytes(table[4 * half : 4 * half + 4], 'little'):08x}u"
+        for name, table in tables.items()
+        for half in (0, 1)
+    }
 
 
 def _multiply(tokens: int) -> str:
@@ -129,9 +169,6 @@ def _multiply(tokens: int) -> str:
         f'                 "{{{outputs}}}, {{{inputs}}}, %{count + 4}, 1, 1, 1, 0;"\n'
         f'                 : {sums} : {a}, "l"(x));\n}}'
     )
-
-
-UNIT_BYTES = {"IQ4_XS": 17664, "Q4_K": 18944, "Q5_K": 23040, "Q6_K": 26880, "Q8_0": 34816}
 
 
 @functools.cache
@@ -223,6 +260,7 @@ class _Config(ctypes.Structure):
 
 
 _MAX_DYNAMIC_SHARED_SIZE = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_RESERVED_SHARED_MEMORY = 111  # CU_DEVICE_ATTRIBUTE_RESERVED_SHARED_MEMORY_PER_BLOCK
 _OVERLAP = _Attribute(6, 0, 1)  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION: start before the last kernel's end
 
 
@@ -239,22 +277,23 @@ def _check(status: int, what: str) -> None:
 
 
 @functools.cache
-def _kernels(device: int, form: str, tokens: int) -> tuple[ctypes.c_void_p, ctypes.c_void_p]:
-    """product() and add_parts(), loaded on the current device."""
-    driver, module = _driver(), ctypes.c_void_p()
+def _kernel(device: int, form: str, tokens: int) -> ctypes.c_void_p:
+    """product(), loaded on the current device."""
+    driver, module, kernel = _driver(), ctypes.c_void_p(), ctypes.c_void_p()
     _check(driver.cuModuleLoadData(ctypes.byref(module), _code(source(form, tokens))), f"loading the product for {form}")
-    kernels = ctypes.c_void_p(), ctypes.c_void_p()
-    for kernel, name in zip(kernels, (b"product", b"add_parts"), strict=True):
-        _check(driver.cuModuleGetFunction(ctypes.byref(kernel), module, name), f"finding {name.decode()}")
-    _check(driver.cuFuncSetAttribute(kernels[0], _MAX_DYNAMIC_SHARED_SIZE, _SHARED_BYTES), "asking for shared memory")
-    return kernels
+    _check(driver.cuModuleGetFunction(ctypes.byref(kernel), module, b"product"), "finding the product")
+    reserved, size = ctypes.c_int(), _SHARED_END - _SHARED_BEGIN
+    _check(driver.cuDeviceGetAttribute(ctypes.byref(reserved), _RESERVED_SHARED_MEMORY, device), "asking for shared memory")
+    if reserved.value != _SHARED_BEGIN:
+        raise RuntimeError(f"shared memory begins at {reserved.value}, hopper.cu was laid out for {_SHARED_BEGIN}")
+    _check(driver.cuFuncSetAttribute(kernel, _MAX_DYNAMIC_SHARED_SIZE, size), "asking for shared memory")
+    return kernel
 
 
-def _launch(
-    kernel: ctypes.c_void_p, grid: tuple[int, int], block: tuple[int, int], shared_bytes: int, arguments: Sequence[_Argument]
-) -> None:
+def _launch(kernel: ctypes.c_void_p, parts: int, arguments: Sequence[_Argument]) -> None:
     """On the current stream, before the end of what is on it: the kernel itself waits for that."""
-    config = _Config((*grid, 1), (*block, 1), shared_bytes, torch.cuda.current_stream().cuda_stream)
+    stream = torch.cuda.current_stream().cuda_stream
+    config = _Config((parts, 1, 1), (_THREADS, 1, 1), _SHARED_END - _SHARED_BEGIN, stream)
     config.attributes, config.count = ctypes.pointer(_OVERLAP), 1
     values = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(value) for value in arguments))
     _check(_driver().cuLaunchKernelEx(ctypes.byref(config), kernel, values, None), "launching a product")

@@ -364,7 +364,6 @@ def _partial_sums(
         end = tl.minimum(last, n_tile * blocks + blocks - 1)
         total_0 = tl.zeros((_TILE, _GROUP), tl.float32)
         total_1, total_2, total_3 = total_0, total_0, total_0
-        factor = 1.0
         if _has_factor(FORM):
             following = _per_block(d, begin, UNIT).to(tl.float32)
         for unit in range(begin, end + 1):
@@ -373,6 +372,8 @@ def _partial_sums(
             if _has_factor(FORM):
                 factor = following
                 following = _per_block(d, tl.minimum(unit + 1, end), UNIT).to(tl.float32)
+            else:
+                factor = 1.0
             total_0 = _add_product(total_0, weights, factor, x, row_stride, at, 0, COLUMNS, FORM)
             if GROUPS > 1:
                 total_1 = _add_product(total_1, weights, factor, x, row_stride, at, 1, COLUMNS, FORM)

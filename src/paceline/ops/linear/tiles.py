@@ -95,7 +95,8 @@ class TiledWeight:
 
     @property
     def unit_bytes(self) -> int:
-        return self.data.shape[2] if self.form in _UNITS else 0
+        """0 for a dense form."""
+        return unit_bytes(self.form) if self.form in _UNITS else 0
 
     @property
     def arrays(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -106,6 +107,11 @@ class TiledWeight:
     @property
     def nbytes(self) -> int:
         return self.data.nbytes
+
+
+def unit_bytes(form: str) -> int:
+    """Size of a unit of a form that is not dense."""
+    return sum(array.nbytes for array in _UNITS[form])
 
 
 def _split(form: str, units: Tensor) -> list[Tensor]:
@@ -169,8 +175,7 @@ def _quantised(stored: QuantTensor, device: torch.device | str) -> tuple[TiledWe
     """The weight, and a bound of its magnitudes."""
     form, numbers_of = _FORMS[stored.qtype]
     rows, columns = stored.shape
-    unit_bytes = sum(array.nbytes for array in _UNITS[form])
-    data = torch.empty(-(-rows // TILE_ROWS), -(-columns // 256), unit_bytes, dtype=torch.uint8, device=device)
+    data = torch.empty(-(-rows // TILE_ROWS), -(-columns // 256), unit_bytes(form), dtype=torch.uint8, device=device)
     largest = torch.zeros((), device=device)
     for part, start in _chunks(stored, device):
         numbers = numbers_of(part.data.reshape(-1, BLOCKS[stored.qtype][1]))
