@@ -386,3 +386,17 @@ def test_a_closed_engine_has_cancelled_everything(parts: EngineParts, prompts: l
     assert heard[-1].finish_reason == "cancelled"
     with pytest.raises(EngineDead, match="closed"):
         engine.submit(request(parts, "1", prompts[0]), heard.append)
+
+
+def test_a_loop_ahead_of_its_device_says_everything_once(
+    parts: EngineParts,
+    prompts: list[tuple[int, ...]],
+    undisturbed: dict[str, tuple[int, ...]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Emissions go out while the next round runs; the last ones, as there is no other, at once."""
+    monkeypatch.setattr(Runner, "ahead", True)
+    heard: list[int] = []
+    run = serve(parts, three(parts, prompts), observe=lambda run: heard.append(sum(map(len, run.tokens.values()))))
+    assert run.tokens == undisturbed
+    assert heard == sorted(heard) and heard[0] == 0 and heard[-1] < sum(map(len, undisturbed.values()))

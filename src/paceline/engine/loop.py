@@ -71,7 +71,8 @@ class EngineLoop:
             return
         round = self.scheduler.plan()
         if round:
-            self._unsent += self._execute(round)
+            emissions = self._execute(round)  # sends what has not been sent, and only then are there others
+            self._unsent += emissions
         if self.scheduler.idle or not self.runner.ahead:
             self._send()
 
