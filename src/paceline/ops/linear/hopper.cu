@@ -104,27 +104,19 @@ __device__ __forceinline__ uint32 shared_uint32(uint32 at) {
 // would put one load after the other; volatile assembly stays in order.)
 __device__ __forceinline__ float global_float(const float* at) {
     float v;
-    asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(v) : "l"(at));
+    asm volatile("ld.relaxed.gpu.global.f32 %0, [%1];" : "=f"(v) : "l"(at));
     return v;
 }
 
-__device__ __forceinline__ float4 global_float4(const float4* at) {
-    float4 v;
-    asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(at));
+__device__ __forceinline__ uint4 global_uint4(const uint4* at) {
+    uint4 v;
+    asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at));
     return v;
 }
 
-// A flag counts those who have yet to read what it stands for.
-__device__ __forceinline__ void raise_flag(int* flag, int readers) {
-    asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(flag), "r"(readers) : "memory");
-}
-
-__device__ __forceinline__ void await_flag(int* flag) {
-    int up;
-    do {
-        asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(up) : "l"(flag) : "memory");
-    } while (!up);
-    asm volatile("red.relaxed.gpu.global.add.s32 [%0], %1;" ::"l"(flag), "r"(-1) : "memory");
+__device__ __forceinline__ void store_uint4(uint4* at, const uint4& v) {
+    asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+                 : "memory");
 }
 
 __device__ __forceinline__ void barrier_init(uint32 barrier, int arrivals) {
@@ -147,10 +139,14 @@ __device__ __forceinline__ void barrier_wait(uint32 barrier, int parity) {
         : "memory");
 }
 
+// Weights are read once and should leave the L2 cache to everything else.
 __device__ __forceinline__ void fetch(uint32 to, const uint8* from, int bytes, uint32 barrier) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
-                 "l"(from), "r"(bytes), "r"(barrier)
-                 : "memory");
+    asm volatile(
+        "{\n.reg .b64 policy;\ncreatepolicy.fractional.L2::evict_first.b64 policy, 1.0;\n"
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], policy;\n}" ::"r"(
+            to),
+        "l"(from), "r"(bytes), "r"(barrier)
+        : "memory");
 }
 
 __device__ __forceinline__ void fetch_x(uint32 to, const TensorMap* x, int row, int block, uint32 barrier) {
@@ -197,64 +193,43 @@ struct IQ4_XS {
         uint2 scales;
     };
     Place p;
-    uint32 minus_one, negative[2], positive[2], half_1024, table;
+    uint32 half_1024, table;
 
     __device__ __forceinline__ IQ4_XS(int warp, int lane, Opaque opaque) {
-        minus_one = opaque(0xFFFFFFFF), half_1024 = opaque(HALF_1024), table = opaque(TABLE | lane << 2);
-        negative[0] = opaque(NEGATIVE_0), negative[1] = opaque(NEGATIVE_1);
-        positive[0] = opaque(POSITIVE_0), positive[1] = opaque(POSITIVE_1);
+        half_1024 = opaque(HALF_1024), table = opaque(TABLE | lane << 2);
         fill_table(warp);
     }
     __device__ __forceinline__ uint32 factor() const { return shared_uint32(p.unit + CODES + 1024 + (p.w * 8 + p.g) * 4); }
     __device__ __forceinline__ Half load(int h) const {
         return {{shared_uint4(p.of_lane(h, 0, 4)), shared_uint4(p.of_lane(h, 1, 4))}, shared_uint2(p.of_rows(h, 8) + CODES)};
     }
-    // Two ways of looking up, which keep different units of the multiprocessor busy and give the same bits: value * scale,
-    // rounded once. (The integers before the rounding are exact.)
+    // A byte of codes is the second byte of the address of its two values. Each lane has a table in a bank of its own.
     __device__ __forceinline__ void decode(const Half& half, int s, uint32* a) const {
         const uint32 both = s & 1 ? 0x4342 : 0x4140;
         const uint32 scales = add2(permute(s < 2 ? half.scales.x : half.scales.y, half_1024, both), 0xE420E420);  // -1056
-        const uint32 shifts = mul2(scales, MINUS_1152);
 #pragma unroll
-        for (int r = 0; r < 2; r++) {
-            if (s)
-                from_table(at(half.codes[r], s), broadcast(scales, r), a + r);
-            else
-                by_permutation(at(half.codes[r], s), broadcast(scales, r), broadcast(shifts, r), a + r);
-        }
-    }
-    // A permutation looks up the magnitudes of the negative values, another the positive values with the index inverted: an
-    // index with its top bit set asks for the sign of a table's byte, which is zero. Value + 128 becomes the last byte of 1152
-    // + value, and then (1152 + value) * scale - 1152 * scale.
-    __device__ __forceinline__ void by_permutation(uint32 word, uint32 scale, uint32 shift, uint32* a) const {
+        for (int r = 0; r < 2; r++)
 #pragma unroll
-        for (int i = 0; i < 2; i++) {
-            const uint32 index = word >> (16 * i);
-            const uint32 inverse = index * minus_one + minus_one;  // ~index, but on the multiplier, which is free
-            const uint32 values = permute(positive[0], positive[1], inverse) + 0x80808080u -
-                                  permute(negative[0], negative[1], index);
-            a[4 * i] = fma2(permute(values, half_1024, 0x4140), scale, shift);
-            a[4 * i + 2] = fma2(permute(values, half_1024, 0x4342), scale, shift);
-        }
-    }
-    // A byte of codes is the second byte of the address of its two values; each lane has a copy in a bank of its own.
-    __device__ __forceinline__ void from_table(uint32 word, uint32 scale, uint32* a) const {
-#pragma unroll
-        for (int pair = 0; pair < 4; pair++)
-            a[2 * pair] = mul2(shared_uint32(permute(word, table, 0x7604 | pair << 4)), scale);
+            for (int pair = 0; pair < 4; pair++) {
+                const uint32 values = shared_uint32(permute(at(half.codes[r], s), table, 0x7604 | pair << 4));
+                a[2 * pair + r] = mul2(values, broadcast(scales, r));
+            }
     }
     // A warp fills in the bytes whose lower code is its number.
     __device__ __forceinline__ void fill_table(int warp) const {
-        constexpr uint32 ONE = 0x3C003C00;
-        uint32 upper[16], lower[8];  // pairs of values at even places
-        by_permutation(0x76543210, ONE, MINUS_1152, upper);
-        by_permutation(0xFEDCBA98, ONE, MINUS_1152, upper + 8);
-        by_permutation(warp * 0x11111111, ONE, MINUS_1152, lower);
+        const uint32 own = value(warp);
 #pragma unroll
         for (int code = 0; code < 16; code++) {
-            const uint32 values = permute(lower[0], upper[code & ~1], code & 1 ? 0x7610 : 0x5410);
+            const uint32 values = permute(own, value(code), 0x5410);
             asm volatile("st.shared.u32 [%0], %1;" ::"r"(table | code << 12 | warp << 8), "r"(values) : "memory");
         }
+    }
+    // A value of the codebook as two float16. A byte permutation looks up the magnitudes of the negative values, another the
+    // positive values with the index inverted: an index with its top bit set asks for the sign of a table's byte, which is
+    // zero. Value + 128 is the last byte of 1152 + value.
+    static __device__ __forceinline__ uint32 value(uint32 code) {
+        const uint32 shifted = permute(POSITIVE_0, POSITIVE_1, ~code) + 0x80 - permute(NEGATIVE_0, NEGATIVE_1, code);
+        return add2(permute(shifted, HALF_1024, 0x4040), MINUS_1152);
     }
 };
 
@@ -417,7 +392,7 @@ struct Q5_K {
 
 // -------------------------------------------------------------------------------------------------------------- product
 
-constexpr int PIECE = TOKENS / 8 * 32 * CONSUMERS;  // float4 in a part's piece
+constexpr int PIECE = TOKENS / 8 * 32 * CONSUMERS;  // uint4 in a piece
 constexpr int BATCH = 8;
 
 // Addresses in shared memory, which hopper.py has laid out; the last buffer of weights may lie apart from the others.
@@ -462,7 +437,6 @@ __device__ __forceinline__ void multiplied() {
 struct Share {
     int first, last;   // parts that have some of the pair
     int begin, every;  // this part finishes each ``every``-th group from ``begin`` on
-    int readers;       // others that read this part's piece
 
     __device__ __forceinline__ Share(int pair, int part, int parts, int steps, int blocks, int groups, bool ends_here) {
         const uint64 from = (uint64)pair * blocks, to = from + blocks;
@@ -471,47 +445,68 @@ struct Share {
         const bool last_ends = (uint64)(last + 1) * steps / parts == to;
         every = max(last - first + last_ends, 1);
         begin = ends_here || first == last ? part - first : groups;
-        readers = first == last ? 0 : min(every, groups) - (begin < groups);
     }
+    __device__ __forceinline__ bool alone() const { return first == last; }
     __device__ __forceinline__ int piece_of(int part) const { return 2 * part + (part < first + every); }
 };
 
-__device__ __forceinline__ void leave(const float (&sums)[TOKENS / 2], float4* piece, int groups) {
+// Whoever reads a piece waits until it holds no EMPTY, a NaN that arithmetic does not make, and makes it EMPTY again.
+
+__device__ __forceinline__ uint4 of_group(const float (&sums)[TOKENS / 2], int group) {
+    uint4 v = {};
 #pragma unroll
     for (int i = 0; i < TOKENS / 8; i++)
-        if (i < groups) piece[i * 32 * CONSUMERS] = {sums[4 * i], sums[4 * i + 1], sums[4 * i + 2], sums[4 * i + 3]};
-}
-
-__device__ __forceinline__ float4 of_group(const float (&sums)[TOKENS / 2], int group) {
-    float4 v = {sums[0], sums[1], sums[2], sums[3]};
-#pragma unroll
-    for (int i = 1; i < TOKENS / 8; i++)
-        if (i == group) v = {sums[4 * i], sums[4 * i + 1], sums[4 * i + 2], sums[4 * i + 3]};
+        if (i == group)
+            v = {__float_as_uint(sums[4 * i]), __float_as_uint(sums[4 * i + 1]), __float_as_uint(sums[4 * i + 2]),
+                 __float_as_uint(sums[4 * i + 3])};
     return v;
 }
 
-// The sum over parts; ``piece`` is the first of all.
-__device__ __forceinline__ float4 of_all(const float4& own, const float4* piece, const Share& share, int part) {
+// Leaves the groups that other parts finish.
+__device__ __forceinline__ void leave(const float (&sums)[TOKENS / 2], uint4* piece, const Share& share, int groups) {
+    int own = share.begin;
+#pragma unroll
+    for (int i = 0; i < TOKENS / 8; i++) {
+        if (i == own)
+            own += share.every;
+        else if (i < groups)
+            store_uint4(piece + i * 32 * CONSUMERS, of_group(sums, i));
+    }
+}
+
+// The sum over parts of one group; ``piece`` is that of piece 0.
+__device__ __forceinline__ float4 of_all_parts(const uint4& own, uint4* piece, const Share& share, int part) {
     float4 sum = {0.0f, 0.0f, 0.0f, 0.0f};
     for (int other = share.first; other <= share.last; other += BATCH) {
-        float4 v[BATCH];  // loads that are under way together
+        uint4 v[BATCH];
+        bool complete;
+        do {
+            complete = true;
+#pragma unroll
+            for (int j = 0; j < BATCH; j++) {
+                v[j] = own;
+                if (other + j <= share.last && other + j != part) v[j] = global_uint4(piece + share.piece_of(other + j) * PIECE);
+            }
+#pragma unroll
+            for (int j = 0; j < BATCH; j++)
+                complete &= v[j].x != EMPTY && v[j].y != EMPTY && v[j].z != EMPTY && v[j].w != EMPTY;
+        } while (!complete);
 #pragma unroll
         for (int j = 0; j < BATCH; j++) {
-            v[j] = own;
-            if (other + j <= share.last && other + j != part) v[j] = global_float4(piece + share.piece_of(other + j) * PIECE);
+            if (other + j > share.last) continue;
+            if (other + j != part) store_uint4(piece + share.piece_of(other + j) * PIECE, {EMPTY, EMPTY, EMPTY, EMPTY});
+            sum.x += __uint_as_float(v[j].x), sum.y += __uint_as_float(v[j].y);
+            sum.z += __uint_as_float(v[j].z), sum.w += __uint_as_float(v[j].w);
         }
-#pragma unroll
-        for (int j = 0; j < BATCH; j++)
-            if (other + j <= share.last) sum.x += v[j].x, sum.y += v[j].y, sum.z += v[j].z, sum.w += v[j].w;
     }
     return sum;
 }
 
 // x is a tensor [columns / 64, rows, 64] of float16; ``factors`` and ``out`` begin at ``first_row``. Part p of n has the steps
-// from p * steps / n on. ``pieces`` is [part, 2, TOKENS / 8, thread], ``flags`` [part, 2, warp], all zero before and after.
+// from p * steps / n on. ``pieces`` is [part, 2, TOKENS / 8, thread], all EMPTY before and after.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     product(const __grid_constant__ TensorMap x, const uint8* __restrict__ weights, const float* factors, float* out,
-            float4* pieces, int* flags, int first_row, int rows, int outputs, int out_stride, int tiles, int blocks,
+            uint4* pieces, int first_row, int rows, int outputs, int out_stride, int tiles, int blocks,
             uint32 zero) {
     // Through a shuffle, so that the compiler sees that it is the same for the whole warp, which wgmma needs.
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0), lane = threadIdx.x & 31;
@@ -562,7 +557,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     uint32 even[16], odd[16];
     const int g = lane >> 2, t = lane & 3, groups = (rows + 7) / 8;
     for (int done = first; done < end;) {
-        // Through a shuffle, again for the compiler, which cannot see that the flags leave the warp together.
+        // Through a shuffle, again for the compiler, which cannot see that waiting leaves the warp together.
         done = __shfl_sync(0xffffffffu, done, 0);
         const int pair = done / blocks, begin = done - pair * blocks;
         const int count = min(blocks - begin, end - done);
@@ -614,20 +609,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         for (int i = 0; i < TOKENS / 2; i++) sums[i] *= d[i / 2 % 2];
 
         const Share share(pair, part, parts, steps, blocks, groups, done == end);
-        if (share.readers) {
-            leave(sums, pieces + share.piece_of(part) * PIECE + threadIdx.x, groups);
-            __syncwarp();
-            if (lane == 0) raise_flag(flags + share.piece_of(part) * CONSUMERS + warp, share.readers);
-        }
-        if (share.begin < groups && share.first != share.last)
-            for (int other = share.first + lane; other <= share.last; other += 32)
-                if (other != part) await_flag(flags + share.piece_of(other) * CONSUMERS + warp);
-        __syncwarp();
+        if (!share.alone()) leave(sums, pieces + share.piece_of(part) * PIECE + threadIdx.x, share, groups);
         const int n = pair * PAIR_ROWS + warp * 16 + g;
         for (int group = share.begin; group < groups; group += share.every) {
-            float4 sum = of_group(sums, group);
-            if (share.first != share.last)
-                sum = of_all(sum, pieces + group * 32 * CONSUMERS + threadIdx.x, share, part);
+            const uint4 own = of_group(sums, group);
+            float4 sum = {__uint_as_float(own.x), __uint_as_float(own.y), __uint_as_float(own.z), __uint_as_float(own.w)};
+            if (!share.alone()) sum = of_all_parts(own, pieces + group * 32 * CONSUMERS + threadIdx.x, share, part);
 #pragma unroll
             for (int e = 0; e < 2; e++) {
                 const int m = 8 * group + 2 * t + e;

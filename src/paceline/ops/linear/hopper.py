@@ -42,6 +42,8 @@ _THREADS = 32 * _CONSUMERS + 128
 _SHARED_BEGIN, _SHARED_END = 1 << 10, 228 << 10
 _SMALL_BYTES = 512
 """Of barriers and row factors in shared memory."""
+_EMPTY = 0xFFFACADE
+"""Bits of a NaN that arithmetic does not make."""
 _SOURCE = Path(__file__).with_suffix(".cu")
 
 
@@ -70,8 +72,8 @@ def _decode_rows(x: Rows, weight: TiledWeight, out: Tensor, first: int, rows: in
     tokens = next(width for width in _WIDTHS if rows <= width)
     steps = -(-weight.tiles // 2) * weight.blocks
     parts = min(torch.cuda.get_device_properties(device).multi_processor_count, steps)
-    kernel, workspace = _kernel(device, weight.form, tokens), _workspace(device)
-    pointers = [weight.data, x.factors[first:], out[first:], workspace.pieces, workspace.flags]
+    kernel = _kernel(device, weight.form, tokens)
+    pointers = [weight.data, x.factors[first:], out[first:], _pieces(device)]
     numbers = [first, rows, out.shape[1], out.stride(0), weight.tiles, weight.blocks, 0]
     arguments: list[_Argument] = [_tensor_map(x.values, tokens)]
     arguments += [ctypes.c_void_p(tensor.data_ptr()) for tensor in pointers]
@@ -79,20 +81,13 @@ def _decode_rows(x: Rows, weight: TiledWeight, out: Tensor, first: int, rows: in
     _launch(kernel, parts, arguments)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Workspace:
+@functools.cache
+def _pieces(device: int) -> Tensor:
     """What the parts of a product leave for each other. There is one for a device, so two products must not run side by
     side: they share a stream, or one stream waits for the other."""
-
-    pieces: Tensor
-    flags: Tensor
-
-
-@functools.cache
-def _workspace(device: int) -> _Workspace:
     parts = torch.cuda.get_device_properties(device).multi_processor_count
-    pieces = torch.empty(parts, 2, _WIDTHS[-1], _PAIR_ROWS, device=f"cuda:{device}")
-    return _Workspace(pieces, torch.zeros(parts, 2, _CONSUMERS, dtype=torch.int32, device=f"cuda:{device}"))
+    shape = (parts, 2, _WIDTHS[-1], _PAIR_ROWS)
+    return torch.full(shape, _EMPTY - (1 << 32), dtype=torch.int32, device=f"cuda:{device}")
 
 
 # Shared memory ---------------------------------------------------------------------------------------------------------
@@ -131,6 +126,7 @@ def source(form: str, tokens: int) -> str:
     layout = _layout(form, tokens)
     constants = {
         "FORM": form,
+        "EMPTY": f"0x{_EMPTY:08x}u",
         "TOKENS": tokens,
         "STAGES": layout.stages,
         "X_AT": layout.x,
