@@ -6,7 +6,7 @@
 //
 // Weights are the A operand of wgmma, decoded into registers; x is the B operand, in shared memory. tiles.py describes a
 // weight's units, (tile of 128 rows, block of 256 columns). Two tiles below each other are a pair; the (pair, block) steps of a
-// weight, pair by pair, are cut into gridDim.x equal parts, one for each CTA. A warp fetches units and blocks of x, sixteen
+// weight, pair by pair, are cut into gridDim.x equal parts, one for each CTA. One thread fetches units and blocks of x, sixteen
 // warps decode and multiply, each of them 16 rows of the pair.
 //
 // A pair that lies in several parts is summed in the end: each of them leaves its sums in ``pieces``, and those whose last pair
@@ -21,7 +21,7 @@ struct alignas(64) TensorMap {
     char opaque[128];
 };
 
-constexpr int CONSUMERS = 16;                       // warps
+constexpr int CONSUMERS = 16;  // warps
 // Registers are moved between groups of four warps, so there are four that fetch, three of them idle: 640 threads begin with 96
 // registers each, and 128 with 32 and 512 with 112 are as many.
 constexpr int THREADS = 32 * CONSUMERS + 128;
@@ -503,7 +503,8 @@ __device__ __forceinline__ float4 of_all_parts(const uint4& own, uint4* piece, c
 }
 
 // x is a tensor [columns / 64, rows, 64] of float16; ``factors`` and ``out`` begin at ``first_row``. Part p of n has the steps
-// from p * steps / n on. ``pieces`` is [part, 2, TOKENS / 8, thread], all EMPTY before and after.
+// from p * steps / n on. ``pieces`` is [part, 2, TOKENS / 8, thread], all EMPTY before and after. ``zero``
+// is 0.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     product(const __grid_constant__ TensorMap x, const uint8* __restrict__ weights, const float* factors, float* out,
             uint4* pieces, int first_row, int rows, int outputs, int out_stride, int tiles, int blocks,

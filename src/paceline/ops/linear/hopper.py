@@ -85,9 +85,13 @@ def _decode_rows(x: Rows, weight: TiledWeight, out: Tensor, first: int, rows: in
 def _pieces(device: int) -> Tensor:
     """What the parts of a product leave for each other. There is one for a device, so two products must not run side by
     side: they share a stream, or one stream waits for the other."""
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("the first product on a GPU cannot be captured in a graph, run it once before")
     parts = torch.cuda.get_device_properties(device).multi_processor_count
     shape = (parts, 2, _WIDTHS[-1], _PAIR_ROWS)
-    return torch.full(shape, _EMPTY - (1 << 32), dtype=torch.int32, device=f"cuda:{device}")
+    pieces = torch.full(shape, _EMPTY - (1 << 32), dtype=torch.int32, device=f"cuda:{device}")
+    torch.cuda.current_stream(device).synchronize()  # whatever stream the next product is on
+    return pieces
 
 
 # Shared memory ---------------------------------------------------------------------------------------------------------

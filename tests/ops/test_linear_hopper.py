@@ -1,0 +1,37 @@
+"""How the Hopper product lies in shared memory, for every form and width."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.ops.linear import hopper
+from paceline.ops.linear.tiles import unit_bytes
+
+BEGIN, END = 1 << 10, 228 << 10
+TABLE_BYTES, ROW_FACTORS, BARRIERS = 1 << 16, 4 * 64, 128
+
+
+@pytest.mark.parametrize("tokens", hopper._WIDTHS)
+@pytest.mark.parametrize("form", hopper.FORMS)
+def test_nothing_overlaps_and_everything_is_aligned(form: str, tokens: int) -> None:
+    layout = hopper._layout(form, tokens)
+    x, weights = tokens * 512, 2 * unit_bytes(form)
+    assert layout.stages >= 2
+    assert layout.x % 1024 == 0 and layout.weights % 128 == 0 and layout.last_weights % 128 == 0 and layout.barriers % 8 == 0
+    assert layout.table % TABLE_BYTES == 0 and bool(layout.table) == (form == "IQ4_XS")
+    pieces = [(layout.x + stage * x, x) for stage in range(layout.stages)]
+    pieces += [(layout.weights + stage * weights, weights) for stage in range(layout.stages - 1)]
+    pieces += [(layout.last_weights, weights), (layout.barriers, BARRIERS + ROW_FACTORS)]
+    if layout.table:
+        pieces += [(layout.table, TABLE_BYTES)]
+    pieces.sort()
+    assert pieces[0][0] >= BEGIN and sum(pieces[-1]) <= END
+    for (at, size), (following, _) in zip(pieces, pieces[1:], strict=False):
+        assert at + size <= following
+
+
+def test_the_source_names_its_constants() -> None:
+    text = hopper.source("IQ4_XS", 24)
+    assert "#define FORM IQ4_XS\n" in text and "m64n24k16" in text and "float (&sums)[12]" in text
+    # -127, -104, -83 and -65, and from the last of the positive values 113, 89, 69 and 53
+    assert "#define NEGATIVE_0 0x4153687fu" in text and "#define POSITIVE_0 0x35455971u" in text
