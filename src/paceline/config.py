@@ -158,6 +158,7 @@ class EngineOptions:
     prefill_tokens: int = 512
     threads: int | None = None
     cuda_graphs: bool = True
+    expand_weights: bool = True
     nvtx: bool = False
     spec_synth_len: float | None = None
     model_name: str | None = None
@@ -193,7 +194,7 @@ class EngineOptions:
             ("text", (str,), ("target", "drafter", "device", "model_name")),
             ("an integer", (int,), tuple(_LOWEST)),
             ("a number", (int, float), ("admission_coalesce_ms", "spec_synth_len")),
-            ("True or False", (bool,), ("speculation", "cuda_graphs", "nvtx")),
+            ("True or False", (bool,), ("speculation", "cuda_graphs", "expand_weights", "nvtx")),
         ):
             for name in names:
                 value = getattr(self, name)

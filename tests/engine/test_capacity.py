@@ -36,7 +36,7 @@ def drafter() -> DrafterConfig:
 
 
 def with_memory(monkeypatch: pytest.MonkeyPatch, mebibytes: float) -> None:
-    monkeypatch.setattr(capacity, "_free_memory", lambda *device: int(mebibytes * 2**20))
+    monkeypatch.setattr(capacity, "free_memory", lambda *device: int(mebibytes * 2**20))
 
 
 def size(shape: StateShape) -> int:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from paceline.models.layers import Embedding, Linear
 from paceline.ops.dispatch import force
-from paceline.ops.linear import PackedWeight, TiledWeight, decode_arithmetic, linear, linears, merge, pack
+from paceline.ops.linear import PackedWeight, TiledWeight, decode_arithmetic, expanded, linear, linears, merge, pack
 from paceline.ops.quant import BLOCKS, dequantize
 from paceline.types import RowKind
 
@@ -197,3 +197,12 @@ def test_modules_keep_the_stored_weight() -> None:
     x = rows(3, 512)
     assert error(head(x, "decode"), x, dequantize(stored).to(CUDA)) < LIMIT
     assert not list(embedding.parameters()) and not list(head.parameters())
+
+
+def test_a_kept_expansion_is_what_a_prefill_product_makes() -> None:
+    weight = pack(random_blocks("IQ4_XS", 300, 512), torch.float16, CUDA)
+    x = rows(70, 512)
+    kept, size = expanded(weight, 2 * 384 * 512)
+    assert size == 2 * 384 * 512
+    assert torch.equal(linear(x, kept, "prefill"), linear(x, weight, "prefill"))
+    assert expanded(weight, size - 1) == (weight, 0) and expanded(kept, size) == (kept, 0)

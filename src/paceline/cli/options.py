@@ -114,6 +114,13 @@ CudaGraphs = Annotated[
         help="Capture the decode forwards at start-up and run each in one launch (GPU only). Tokens do not depend on it.",
     ),
 ]
+ExpandWeights = Annotated[
+    bool,
+    typer.Option(
+        "--expand-weights/--no-expand-weights",
+        help="Keep quantised weights in 16 bits too, in memory that is left over, to read prompts faster (GPU only).",
+    ),
+]
 Nvtx = Annotated[bool, typer.Option("--nvtx", help="Mark the stages of rounds for NVIDIA's profilers (GPU only).")]
 SpecSynthLen = Annotated[
     float | None,

@@ -18,6 +18,7 @@ from paceline.cli.options import (
     DraftPolicy,
     DraftSwa,
     Dtype,
+    ExpandWeights,
     Level,
     LogLevel,
     MaxCtx,
@@ -83,6 +84,7 @@ def serve(
         ),
     ] = DEFAULTS.admission_coalesce_ms,
     cuda_graphs: CudaGraphs = DEFAULTS.cuda_graphs,
+    expand_weights: ExpandWeights = DEFAULTS.expand_weights,
     nvtx: Nvtx = DEFAULTS.nvtx,
     spec_synth_len: SpecSynthLen = DEFAULTS.spec_synth_len,
     model_name: Annotated[
@@ -131,6 +133,7 @@ def serve(
         prefill_tokens=prefill_tokens,
         admission_coalesce_ms=admission_coalesce_ms,
         cuda_graphs=cuda_graphs,
+        expand_weights=expand_weights,
         nvtx=nvtx,
         spec_synth_len=spec_synth_len,
         model_name=model_name,

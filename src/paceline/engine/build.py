@@ -14,7 +14,7 @@ from torch import nn
 
 from paceline.config import DEMO_DRAFTER, DEMO_TARGET, PAGE_SIZE, DrafterConfig, EngineOptions, TargetConfig
 from paceline.engine.arithmetic import configure, describe, fingerprint, resolve_device, resolve_dtype
-from paceline.engine.capacity import check_weights, context_limit, plan_state, scratch_bytes, state_bytes
+from paceline.engine.capacity import check_weights, context_limit, free_memory, plan_state, scratch_bytes, state_bytes
 from paceline.engine.drafting import DFlashDrafter, Drafter
 from paceline.engine.graphs import Graphs
 from paceline.engine.memory import keep_freed_memory
@@ -75,6 +75,8 @@ def build(options: EngineOptions, drafter: Drafter | None = None) -> EngineParts
     if device.type == "cuda" and options.cuda_graphs:
         graphs = Graphs(target, drafter, pool)
         policy.seed(*graphs.costs())
+    if device.type == "cuda" and options.expand_weights:
+        _expand(target, model, free_memory(device) - scratch_bytes(shape, options, device))
     scheduler = Scheduler(
         pool,
         max_ctx=shape.max_ctx,
@@ -163,6 +165,14 @@ def _load(model: Qwen35 | DFlash, checkpoint: Checkpoint[Any], device: torch.dev
             stored / 2**30,
             time.perf_counter() - started,
         )
+
+
+def _expand(target: Qwen35, drafter: DFlash | None, room: int) -> None:
+    """Use memory that is left for weights in the form in which prompts multiply them."""
+    taken = target.expand(room)
+    if drafter is not None:
+        taken += drafter.expand(room - taken)
+    log.info("%.1f GiB of weights are kept in 16 bits too, for reading prompts", taken / 2**30)
 
 
 def _allocated(device: torch.device) -> int:

@@ -36,7 +36,7 @@ def context_limit(options: EngineOptions, target: TargetConfig) -> int:
 
 def check_weights(weight_bytes: int, device: torch.device) -> None:
     """Refuse weights that a GPU has no room for, before they are read: ``ConfigError`` with both numbers."""
-    free = _free_memory(device)
+    free = free_memory(device)
     if weight_bytes > free:
         raise ConfigError(
             f"the weights need {weight_bytes / 2**20:.0f} MiB, {free / 2**20:.0f} MiB are free on the GPU", param="device"
@@ -56,7 +56,7 @@ def plan_state(
     that are not loaded yet will take. Raises ``ConfigError`` with both numbers when an explicit choice does not fit; where
     the choice is ours, a smaller context is logged with both.
     """
-    budget = max(0, int(_SHARE[device.type] * _free_memory(device)) - weight_bytes)
+    budget = max(0, int(_SHARE[device.type] * free_memory(device)) - weight_bytes)
     wanted = context_limit(options, target)
     draft_type: CacheType = "f16" if device.type == "cuda" else "f32"
 
@@ -128,7 +128,7 @@ def _shape(
     return replace(shape, max_ctx=shape.longest)
 
 
-def _free_memory(device: torch.device) -> int:
+def free_memory(device: torch.device) -> int:
     """Bytes of the device's memory that are free or reclaimable."""
     if device.type == "cuda":
         torch.cuda.empty_cache()  # gives back what loading needed and no longer holds

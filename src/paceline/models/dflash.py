@@ -53,6 +53,14 @@ class DFlash(nn.Module):
         config, device = self.config, self.norm.weight.device
         self.rope = RopeTable(max_positions, config.head_dim, config.rope_theta, config.rope_scaling, device)
 
+    def expand(self, room: int) -> int:
+        """As ``Qwen35.expand``: what context rows are projected by."""
+        taken = self.fc.expand(room)
+        for layer in self.layers:
+            assert isinstance(layer, Layer)
+            taken += layer.self_attn.kv.expand(room - taken)
+        return taken
+
     def project(self, features: Tensor, batch: PackedBatch, views: list[ContextView]) -> None:
         """Stage the context K/V rows of features [N, taps * H] for each layer; nothing is attended here."""
         assert self.rope is not None, "finish() has not been called"

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
 from paceline.ops.activation import swiglu
-from paceline.ops.linear import Merged, PackedWeight, Rows, TiledWeight, linear, linears, merge, pack
+from paceline.ops.linear import Merged, PackedWeight, Rows, TiledWeight, expanded, linear, linears, merge, pack
 from paceline.ops.norm import add_rms_norm, rms_norm
 from paceline.ops.quant import QuantTensor, dequantize_rows
 from paceline.types import RowKind
@@ -42,6 +45,13 @@ class Linear(nn.Module):
             self.packed = pack(self.weight)
             del self.weight
 
+    def expand(self, room: int) -> int:
+        """Keep the form that prompt rows multiply, if it takes at most ``room`` bytes; how many it takes."""
+        if self.packed is None:
+            return 0
+        self.packed, size = expanded(self.packed, room)
+        return size
+
     def forward(self, x: Tensor | Rows, kind: RowKind) -> Tensor:
         assert self.packed is not None, "pack() has not been called"
         return linear(x, self.packed, kind)
@@ -54,6 +64,17 @@ class Siblings:
     def __init__(self, *members: Linear) -> None:
         self._members = members
         self._merged: Merged | None = None
+
+    def expand(self, room: int) -> int:
+        """As ``Linear.expand``."""
+        assert self._merged is not None, "merge() has not been called"
+        weights, taken = [], 0
+        for weight in self._merged.weights:
+            kept, size = expanded(weight, room - taken)
+            weights.append(kept)
+            taken += size
+        self._merged = replace(self._merged, weights=tuple(weights))
+        return taken
 
     def merge(self) -> None:
         """Once after the members have been packed."""
@@ -70,15 +91,22 @@ class Siblings:
         return linears(x, self._merged, kind)
 
 
-def finish(module: nn.Module) -> None:
-    """Pack every product of a loaded model, then merge siblings."""
+def products(module: nn.Module) -> Iterator[Linear | Siblings]:
+    """Everything in a model that multiplies by weights."""
     for part in module.modules():
         if isinstance(part, Linear):
-            part.pack()
-    for part in module.modules():
-        for value in vars(part).values():
-            if isinstance(value, Siblings):
-                value.merge()
+            yield part
+        yield from (value for value in vars(part).values() if isinstance(value, Siblings))
+
+
+def finish(module: nn.Module) -> None:
+    """Pack every product of a loaded model, then merge siblings."""
+    for product in products(module):
+        if isinstance(product, Linear):
+            product.pack()
+    for product in products(module):
+        if isinstance(product, Siblings):
+            product.merge()
 
 
 class RMSNorm(nn.Module):

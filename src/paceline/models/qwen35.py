@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from paceline.batch import PackedBatch
 from paceline.config import TargetConfig
-from paceline.models.layers import MLP, Embedding, Linear, RMSNorm, Siblings, finish, operand_type, parameter
+from paceline.models.layers import MLP, Embedding, Linear, RMSNorm, Siblings, finish, operand_type, parameter, products
 from paceline.ops.activation import gated_heads
 from paceline.ops.attention import attention, attention_inputs
 from paceline.ops.conv import conv_history
@@ -50,6 +50,14 @@ class Qwen35(nn.Module):
             if isinstance(module, GatedDeltaNet):
                 module.head_map = module.head_map.to(device)
         self.rope = RopeTable(max_positions, config.rotary_dim, config.rope_theta, config.rope_scaling, device)
+
+    def expand(self, room: int) -> int:
+        """Keep the weights that prompt rows multiply in 16 bits too, as many as fit into ``room`` bytes; the bytes taken."""
+        taken = 0
+        for product in products(self):
+            if product is not self.lm_head:
+                taken += product.expand(room - taken)
+        return taken
 
     def forward(
         self, token_ids: Tensor, batch: PackedBatch, views: TargetViews, taps: Sequence[int] = ()

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import dataclasses
+import importlib
 from collections.abc import Sequence
 
 import torch
@@ -10,6 +12,7 @@ from paceline.ops.linear import hopper, ref
 from paceline.ops.linear.merged import Merged, merge
 from paceline.ops.linear.ref import TILE_ROWS, PackedWeight
 from paceline.ops.linear.rows import Rows
+from paceline.ops.linear.tiles import TILE_ROWS as TILE
 from paceline.ops.linear.tiles import TiledWeight, tile
 from paceline.ops.quant import QuantTensor
 from paceline.types import RowKind
@@ -21,6 +24,7 @@ __all__ = [
     "Rows",
     "TiledWeight",
     "decode_arithmetic",
+    "expanded",
     "linear",
     "linears",
     "merge",
@@ -49,6 +53,18 @@ def decode_arithmetic(device: torch.device) -> str:
     if uses_special_kernels() and hopper.available(device):
         return f"hopper-{hopper.VERSION}"
     return "portable-2"
+
+
+def expanded(weight: PackedWeight | TiledWeight, room: int) -> tuple[PackedWeight | TiledWeight, int]:
+    """The weight with the 16-bit form that prompt rows multiply kept beside it, if that takes at most ``room`` bytes, and
+    how many it takes. Only quantised weights on a GPU have one; without it each prefill product makes its own."""
+    if not isinstance(weight, TiledWeight) or not weight.unit_bytes or weight.expanded is not None:
+        return weight, 0
+    needed = 2 * weight.tiles * TILE * weight.columns
+    if needed > room:
+        return weight, 0
+    kernel = importlib.import_module(_KERNEL)
+    return dataclasses.replace(weight, expanded=kernel.expand(weight)), needed
 
 
 def pack(

@@ -542,7 +542,7 @@ def _decode(x: Rows, weight: TiledWeight) -> Tensor:
 
 def _prefill(x: Rows, weight: TiledWeight) -> Tensor:
     outputs = weight.shape[0]
-    dense = _dense_form(weight)[:outputs]
+    dense = (expand(weight) if weight.expanded is None else weight.expanded)[:outputs]
     out = torch.empty(padded(x.rows, PANEL), outputs, device=x.device)
     source = x.values[: out.shape[0], : weight.columns]
     for target, panel in zip(out.split(PANEL), source.split(PANEL), strict=True):
@@ -560,7 +560,8 @@ def _pointers(weight: TiledWeight) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return weight.arrays if weight.unit_bytes else (weight.data,) * 4
 
 
-def _dense_form(weight: TiledWeight) -> Tensor:
+def expand(weight: TiledWeight) -> Tensor:
+    """The dense matrix [tiles * 128, columns] that a prefill product multiplies by."""
     if not weight.unit_bytes:
         return weight.data
     out = torch.empty(weight.tiles * TILE_ROWS, weight.columns, dtype=torch.float16, device=weight.data.device)

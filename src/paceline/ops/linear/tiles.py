@@ -69,12 +69,14 @@ _UNITS = {
 @dataclass(frozen=True, slots=True, eq=False)
 class TiledWeight:
     """A weight [N, K] = ``shape`` on a GPU. ``form`` is IQ4_XS, Q4_K, Q5_K, Q6_K or Q8_0 and ``data`` uint8 [tiles, blocks,
-    unit_bytes], or it is F16 or F32, which are dense, and ``data`` the padded matrix over ``scale``, a power of two."""
+    unit_bytes], or it is F16 or F32, which are dense, and ``data`` the padded matrix over ``scale``, a power of two.
+    ``expanded`` may hold what a prefill product makes of ``data``, float16 [tiles * 128, columns]."""
 
     form: str
     shape: tuple[int, int]
     data: Tensor
     scale: float = 1.0
+    expanded: Tensor | None = None
 
     @property
     def block_columns(self) -> int:
