@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from paceline.ops.launch import await_turn, pdl
 from paceline.ops.linear.kernel import scale_of_row
 from paceline.ops.linear.rows import COLUMN_STEP, ROW_STEP, Rows, padded
 
@@ -59,6 +60,7 @@ def gated(
             BLOCK=block,
             SIGMOID=sigmoid,
             num_warps=warps_for(first * block),
+            **pdl(o.device),
         )
     return finished(values, factors, rows, heads * dim)
 
@@ -153,7 +155,9 @@ def _rows_of_heads(
     REST: tl.constexpr,
     BLOCK: tl.constexpr,
     SIGMOID: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    await_turn(PDL)
     row = tl.program_id(0).to(tl.int64)
     o += row * o_row
     gate += row * gate_row

@@ -30,6 +30,7 @@ from paceline.config import PAGE_SIZE
 from paceline.ops.attention.ref import QUERY_TILE
 from paceline.ops.kv import PagedTensor
 from paceline.ops.kv.kernel import store_groups
+from paceline.ops.launch import await_turn, pdl
 from paceline.types import RowKind
 
 
@@ -132,10 +133,22 @@ def attention(
         **geometry,
         num_warps=tiling.warps,
         num_stages=tiling.stages,
+        **pdl(q.device),
     )
     if not whole:
         _add_pieces[rows, heads, triton.cdiv(dim, _CHANNELS_PER_SUM.value)](
-            parts, peaks, totals, out, batch.row_span, batch.positions, *spans, *facts, HEADS=heads, DIM=dim, **geometry
+            parts,
+            peaks,
+            totals,
+            out,
+            batch.row_span,
+            batch.positions,
+            *spans,
+            *facts,
+            HEADS=heads,
+            DIM=dim,
+            **geometry,
+            **pdl(q.device),
         )
     return out
 
@@ -186,6 +199,7 @@ def attention_inputs(
             PADDED=padded,
             HALF=cos.shape[-1],
             num_warps=max(1, padded // 256),
+            **pdl(q.device),
         )
     return out
 
@@ -258,7 +272,9 @@ def _attend(
     WHOLE: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOWED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    await_turn(PDL)
     tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the last tiles of a prompt have the most keys: they begin first
     span = tile // tiles_per_span
     first_row = tile % tiles_per_span * TILE_ROWS
@@ -345,8 +361,10 @@ def _add_pieces(
     PIECE: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOWED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One row and head: its pieces in blocks that begin at fixed pieces; pieces that the row does not see weigh nothing."""
+    await_turn(PDL)
     row = tl.program_id(0).to(tl.int64)
     span = tl.load(row_span + row)
     base = tl.load(bases + span).to(tl.int32)
@@ -477,8 +495,10 @@ def _prepare(
     DIM: tl.constexpr,
     PADDED: tl.constexpr,
     HALF: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One head of one row: those of q come first, then those of k, then those of v."""
+    await_turn(PDL)
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = tl.arange(0, PADDED)
     cos += row * HALF

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from paceline.batch import PackedBatch
+from paceline.ops.launch import await_turn, pdl
 
 _BLOCK = tl.constexpr(1024)
 _FACTS = ["lanes", "row_span", "starts", "lengths", "keep"]
@@ -68,7 +69,7 @@ def advance_history(history: Tensor, raw: Tensor, keep: Tensor, batch: PackedBat
     assert raw.stride(2) == 1, "channels must lie side by side"
     facts = (batch.lanes, batch.starts, batch.span_lengths, keep)
     _advance_history[batch.num_spans, layers, triton.cdiv(channels, _BLOCK.value)](
-        history, raw, *facts, lanes, *raw.stride()[:2], CHANNELS=channels, WIDTH=width, num_warps=4
+        history, raw, *facts, lanes, *raw.stride()[:2], CHANNELS=channels, WIDTH=width, num_warps=4, **pdl(raw.device)
     )
 
 
@@ -85,8 +86,10 @@ def _advance_history(
     row_stride,
     CHANNELS: tl.constexpr,
     WIDTH: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """A program owns its channels of one lane in one layer; what it reads of a history lies behind what it has written."""
+    await_turn(PDL)
     span, layer = tl.program_id(0), tl.program_id(1).to(tl.int64)
     kept = tl.minimum(tl.load(keep + span), tl.load(lengths + span))
     if kept == 0:
@@ -133,6 +136,7 @@ def dynamic_conv(x: Tensor, base: Tensor, dynamic: Tensor) -> Tensor:
         TAPS=base.shape[0],
         GROUP=channels // dynamic.shape[-1],
         num_warps=4,
+        **pdl(x.device),
     )
     return out
 
@@ -150,7 +154,9 @@ def _dynamic_conv(
     CHANNELS: tl.constexpr,
     TAPS: tl.constexpr,
     GROUP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    await_turn(PDL)
     lane, row = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = tl.program_id(2) * _BLOCK + tl.arange(0, _BLOCK)
     inside = at < CHANNELS

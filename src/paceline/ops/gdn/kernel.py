@@ -17,6 +17,7 @@ from paceline.batch import PackedBatch
 from paceline.config import CHUNK_SIZE
 from paceline.ops.conv.kernel import raw_input
 from paceline.ops.gdn.ref import GdnInputs, ReplayLog
+from paceline.ops.launch import await_turn, pdl
 
 _VERIFY_COLUMNS, _VERIFY_WARPS = 16, 1
 """With one warp a sum over Dk never waits for another warp."""
@@ -95,6 +96,7 @@ def gdn_inputs(
             BLOCK_HEADS=triton.next_power_of_2(heads),
             num_warps=4,
             enable_fp_fusion=False,
+            **pdl(raw.device),
         )
     return GdnInputs(q, k, v, beta, g)
 
@@ -136,7 +138,9 @@ def _inputs(
     KEY_PARTS: tl.constexpr,
     VALUE_PARTS: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    await_turn(PDL)
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if part == 2 * KEY_PARTS + VALUE_PARTS:
         _gates(b + row * b_stride, a + row * a_stride, decay, dt_bias, beta, g, row, HEADS, BLOCK_HEADS)
@@ -234,6 +238,7 @@ def gdn_verify(
         COLUMNS=_VERIFY_COLUMNS,
         num_warps=_VERIFY_WARPS,
         enable_fp_fusion=False,
+        **pdl(q.device),
     )
     return out, delta
 
@@ -264,7 +269,9 @@ def _verify(
     DV: tl.constexpr,
     QUARTER: tl.constexpr,
     COLUMNS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    await_turn(PDL)
     head, span = tl.program_id(1), tl.program_id(2)
     start, length = tl.load(starts + span), tl.load(lengths + span)
     if length == 0:
@@ -369,6 +376,7 @@ def gdn_replay(state: Tensor, k: Tensor, d: Tensor, g: Tensor, keep: Tensor, hea
         COLUMNS=_REPLAY_COLUMNS,
         num_warps=_REPLAY_WARPS,
         enable_fp_fusion=False,
+        **pdl(state.device),
     )
 
 
@@ -395,7 +403,9 @@ def _replay(
     DV: tl.constexpr,
     BLOCK_DK: tl.constexpr,
     COLUMNS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    await_turn(PDL)
     tiles: tl.constexpr = (DV + COLUMNS - 1) // COLUMNS
     head, span, layer = tl.program_id(0) // tiles, tl.program_id(1), tl.program_id(2).to(tl.int64)
     kept = tl.minimum(tl.load(keep + span), tl.load(lengths + span))

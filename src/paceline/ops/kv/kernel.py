@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from paceline.ops.kv.ref import PagedTensor
+from paceline.ops.launch import await_turn, pdl
 
 _GROUP = tl.constexpr(32)
 _ROUNDER = tl.constexpr(1.5 * 2.0**23)
@@ -18,11 +19,14 @@ def write_rows(cache: PagedTensor, slots: Tensor, values: Tensor) -> None:
     rows, heads, dim = values.shape
     if rows:
         padded = max(_GROUP.value, triton.next_power_of_2(heads * dim))
-        _write[rows,](cache.data, cache.scale, slots, values, WIDTH=heads * dim, PADDED=padded, num_warps=4)
+        _write[rows,](
+            cache.data, cache.scale, slots, values, WIDTH=heads * dim, PADDED=padded, num_warps=4, **pdl(values.device)
+        )
 
 
 @triton.jit
-def _write(data, scale, slots, values, WIDTH: tl.constexpr, PADDED: tl.constexpr):
+def _write(data, scale, slots, values, WIDTH: tl.constexpr, PADDED: tl.constexpr, PDL: tl.constexpr):
+    await_turn(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, PADDED)
     value = tl.load(values + row * WIDTH + at, mask=at < WIDTH, other=0.0)

@@ -25,6 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from paceline.ops.dispatch import uses_special_kernels
+from paceline.ops.launch import await_turn, pdl
 from paceline.ops.linear import hopper
 from paceline.ops.linear.rows import COLUMN_STEP, ROW_STEP, Rows, padded
 from paceline.ops.linear.tiles import TILE_ROWS, TiledWeight, tile
@@ -351,8 +352,10 @@ def _partial_sums(
     GROUPS: tl.constexpr,
     FORM: tl.constexpr,
     PTX: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One part of the line of units for sets of groups of 16 rows of x -> ``out`` [set, program + tile, rows, 128]."""
+    await_turn(PDL)
     program, programs, groups = tl.program_id(0), tl.num_programs(0), tl.program_id(1)
     rows: tl.constexpr = GROUPS * _GROUP
     first = (program.to(tl.int64) * units // programs).to(tl.int32)
@@ -402,8 +405,10 @@ def _add_partial_sums(
     blocks,
     ROWS: tl.constexpr,
     STEP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """``out`` [rows, outputs]: per tile the sum over the programs that touched it, in order, times the row's factor."""
+    await_turn(PDL)
     tile, step = tl.program_id(0), tl.program_id(1)
     token, n = step * STEP + tl.arange(0, STEP), tl.arange(0, _TILE)
     group = step * STEP // ROWS
@@ -431,8 +436,9 @@ def scale_of_row(largest):
 
 
 @triton.jit
-def _prepare_rows(x, out, factors, columns, row_stride, column_stride, WIDTH, BLOCK: tl.constexpr):
+def _prepare_rows(x, out, factors, columns, row_stride, column_stride, WIDTH, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """Row of x to float16, padded with zeros to ``WIDTH``, and the factor that undoes its scaling."""
+    await_turn(PDL)
     row, k = tl.program_id(0), tl.arange(0, BLOCK)
     at = row.to(tl.int64) * row_stride + k.to(tl.int64) * column_stride
     values = tl.load(x + at, mask=k < columns, other=0.0).to(tl.float32)
@@ -486,7 +492,7 @@ def prepare(x: Tensor, dtype: torch.dtype) -> Rows:
     factors = torch.empty(values.shape[0], device=x.device)
     block = triton.next_power_of_2(width)
     warps = min(32, max(1, block // 1024))
-    _prepare_rows[(rows,)](x, values, factors, columns, *x.stride(), width, BLOCK=block, num_warps=warps)
+    _prepare_rows[(rows,)](x, values, factors, columns, *x.stride(), width, BLOCK=block, num_warps=warps, **pdl(x.device))
     return Rows(values, factors, rows, columns)
 
 
@@ -531,11 +537,23 @@ def _decode(x: Rows, weight: TiledWeight) -> Tensor:
         PTX=_has_ptx(partial),
         num_stages=3 if groups < 4 else 2,
         **_options(partial),
+        **pdl(x.device),
     )
     out = torch.empty(x.rows, outputs, device=x.device)
     step = 8
     _add_partial_sums[(weight.tiles, -(-x.rows // step))](
-        partial, x.factors, out, x.rows, outputs, units, programs, weight.scale, weight.blocks, ROWS=groups * 16, STEP=step
+        partial,
+        x.factors,
+        out,
+        x.rows,
+        outputs,
+        units,
+        programs,
+        weight.scale,
+        weight.blocks,
+        ROWS=groups * 16,
+        STEP=step,
+        **pdl(x.device),
     )
     return out
 

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from paceline.ops.activation.kernel import finished, gated, pieces, row_outputs, store_row, warps_for
+from paceline.ops.launch import await_turn, pdl
 from paceline.ops.linear.rows import Rows
 
 _STRIDES = ["inner", "x_outer", "x_inner", "gate_outer", "gate_inner"]
@@ -43,6 +44,7 @@ def add_rms_norm(
             FIRST=first,
             REST=rest,
             num_warps=warps_for(first),
+            **pdl(x.device),
         )
     return total, finished(values, factors, rows, size)
 
@@ -83,6 +85,7 @@ def _launch(x: Tensor, weight: Tensor | None, gate: Tensor | None, eps: float, *
             BLOCK=block,
             MEAN=mean,
             num_warps=min(8, max(1, block // 256)),
+            **pdl(x.device),
         )
     return out
 
@@ -126,11 +129,14 @@ def _add_norm(
     WIDTH: tl.constexpr,
     FIRST: tl.constexpr,
     REST: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     x += row * x_stride
     at, more = tl.arange(0, FIRST), FIRST + tl.arange(0, REST)
     within, inside = at < SIZE, more < SIZE
+    factor, more_factors = tl.load(weight + at), tl.load(weight + more, mask=inside, other=0.0)
+    await_turn(PDL)
     if delta is not None:
         delta += row * delta_stride
     first, rest = _added(x, delta, at, within), _added(x, delta, more, inside)
@@ -139,8 +145,8 @@ def _add_norm(
         tl.store(total + row * SIZE + more, rest, mask=inside)
     square = (tl.sum(first * first, 0) + tl.sum(rest * rest, 0)) / SIZE
     scale = 1.0 / tl.sqrt_rn(square + eps)
-    first = first * scale * tl.load(weight + at)
-    rest = rest * scale * tl.load(weight + more, mask=inside, other=0.0)
+    first = first * scale * factor
+    rest = rest * scale * more_factors
     store_row(values, factors, row, first, at, within, rest, more, more < WIDTH, WIDTH)
 
 
@@ -159,7 +165,9 @@ def _norm(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     MEAN: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    await_turn(PDL)
     row = tl.program_id(0).to(tl.int64)
     outer, within = row // inner, row % inner
     at = tl.arange(0, BLOCK)

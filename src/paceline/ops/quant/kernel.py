@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from paceline.ops.launch import await_turn, pdl
 from paceline.ops.quant import fields, ref
 from paceline.ops.quant.ref import QuantTensor
 
@@ -37,13 +38,23 @@ def dequantize_rows(q: QuantTensor, row_ids: Tensor, dtype: torch.dtype = torch.
     out = torch.empty(len(ids), columns, dtype=dtype, device=data.device)
     if len(ids):
         _dequantize_rows[len(ids), triton.cdiv(columns, _STEP.value)](
-            data, ids, out, rows, columns, data.shape[1], TYPE=q.qtype, BYTES=_BYTES[q.qtype], num_warps=2
+            data,
+            ids,
+            out,
+            rows,
+            columns,
+            data.shape[1],
+            TYPE=q.qtype,
+            BYTES=_BYTES[q.qtype],
+            num_warps=2,
+            **pdl(data.device),
         )
     return out.view(*row_ids.shape, columns)
 
 
 @triton.jit(do_not_specialize_on_alignment=["ids"])
-def _dequantize_rows(data, ids, out, rows, columns, row_bytes, TYPE: tl.constexpr, BYTES: tl.constexpr):
+def _dequantize_rows(data, ids, out, rows, columns, row_bytes, TYPE: tl.constexpr, BYTES: tl.constexpr, PDL: tl.constexpr):
+    await_turn(PDL)
     at, step = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = tl.load(ids + at).to(tl.int64)
     row = tl.where((row >= 0) & (row < rows), row, rows - 1)

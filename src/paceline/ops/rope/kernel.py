@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from paceline.ops.launch import await_turn, pdl
+
 
 def apply_rope(x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
     x = x if x.stride(-1) == 1 else x.contiguous()
@@ -28,6 +30,7 @@ def apply_rope(x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
             HALF_BLOCK=triton.next_power_of_2(half),
             REST_BLOCK=triton.next_power_of_2(dim - 2 * half),
             num_warps=1,
+            **pdl(x.device),
         )
     return out
 
@@ -45,7 +48,9 @@ def _rotate(
     HALF: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
     REST_BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    await_turn(PDL)
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     x += row * row_stride + head * head_stride
     out += (row * HEADS + head) * DIM

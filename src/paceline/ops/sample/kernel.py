@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from paceline.ops.launch import await_turn, pdl
 from paceline.ops.sample.ref import KEEP_ALL
 from paceline.ops.topk.kernel import block_maxima, key_id, numbers, order_key, top_k, unit_stride
 
@@ -74,8 +75,9 @@ def draw(
         BLOCK=_BLOCK,
         BLOCKS=padded,
         num_warps=4,
+        **pdl(logits.device),
     )
-    _best_block[(rows,)](scores, ids, picks, blocks, BLOCKS=padded, num_warps=4)
+    _best_block[(rows,)](scores, ids, picks, blocks, BLOCKS=padded, num_warps=4, **pdl(logits.device))
     return picks
 
 
@@ -85,7 +87,7 @@ def draw_candidates(
     rows, k = scores.shape
     out = torch.empty(rows, dtype=torch.int64, device=scores.device)
     rows_of = (t.contiguous() for t in (scores, ids, temperature, seed, choice, position))
-    _draw_candidates[(rows,)](*rows_of, out, k, K=triton.next_power_of_2(k), num_warps=1)
+    _draw_candidates[(rows,)](*rows_of, out, k, K=triton.next_power_of_2(k), num_warps=1, **pdl(scores.device))
     return out
 
 
@@ -114,14 +116,25 @@ def last_kept(logits: Tensor, temperature: Tensor, top_k_limit: Tensor, top_p: T
     values, ids = top_k(logits, head)
     cut = torch.empty(rows, dtype=torch.int64, device=logits.device)
     bound = torch.empty(rows, dtype=torch.float32, device=logits.device)
-    _cut_by_rank[(rows,)](values, ids, temperature, top_k_limit, cut, bound, head, num_warps=1)
+    _cut_by_rank[(rows,)](values, ids, temperature, top_k_limit, cut, bound, head, num_warps=1, **pdl(logits.device))
     search = (logits, values, temperature, cut, bound)
     if any(limit > head for limit in limits):
         _search(*search, weigh=False)
     blocks = triton.cdiv(vocab, _BLOCK)
     masses = torch.empty(rows, blocks, dtype=torch.float32, device=logits.device)
     _block_masses[(blocks, rows)](
-        logits, values, temperature, cut, masses, vocab, logits.stride(0), blocks, head, BLOCK=_BLOCK, num_warps=4
+        logits,
+        values,
+        temperature,
+        cut,
+        masses,
+        vocab,
+        logits.stride(0),
+        blocks,
+        head,
+        BLOCK=_BLOCK,
+        num_warps=4,
+        **pdl(logits.device),
     )
     _cut_by_mass[(rows,)](
         values,
@@ -137,6 +150,7 @@ def last_kept(logits: Tensor, temperature: Tensor, top_k_limit: Tensor, top_p: T
         HEAD=triton.next_power_of_2(head),
         BLOCKS=triton.next_power_of_2(blocks),
         num_warps=1,
+        **pdl(logits.device),
     )
     if any(limit == 0 or limit > head for limit in limits):
         _search(*search, weigh=True)
@@ -178,6 +192,7 @@ def _search(logits: Tensor, values: Tensor, temperature: Tensor, cut: Tensor, bo
             BLOCK=_SEARCH_BLOCK,
             BLOCKS=triton.next_power_of_2(blocks),
             num_warps=16,
+            **pdl(logits.device),
         )
 
 
@@ -250,7 +265,9 @@ def _draw_blocks(
     num_blocks,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    await_turn(PDL)
     block = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     columns = block * BLOCK + tl.arange(0, BLOCK)
@@ -273,7 +290,8 @@ def _draw_blocks(
 
 
 @triton.jit
-def _best_block(scores, ids, picks, num_blocks, BLOCKS: tl.constexpr):
+def _best_block(scores, ids, picks, num_blocks, BLOCKS: tl.constexpr, PDL: tl.constexpr):
+    await_turn(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCKS)
     score = tl.load(scores + row * num_blocks + at, mask=at < num_blocks, other=float("-inf"))
@@ -282,7 +300,8 @@ def _best_block(scores, ids, picks, num_blocks, BLOCKS: tl.constexpr):
 
 
 @triton.jit(do_not_specialize_on_alignment=_OF_ROWS)
-def _draw_candidates(scores, ids, temperature, seed, choice, position, out, k, K: tl.constexpr):
+def _draw_candidates(scores, ids, temperature, seed, choice, position, out, k, K: tl.constexpr, PDL: tl.constexpr):
+    await_turn(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, K)
     candidates = tl.load(ids + row * k + at, mask=at < k, other=0).to(tl.int32)
@@ -320,8 +339,9 @@ def _gumbel_of_vocabulary(seed, choice, position, noise, size, BLOCK: tl.constex
 
 
 @triton.jit(do_not_specialize_on_alignment=_OF_ROWS)
-def _cut_by_rank(values, ids, temperature, top_k_limit, cut, bound, head):
+def _cut_by_rank(values, ids, temperature, top_k_limit, cut, bound, head, PDL: tl.constexpr):
     """The key of rank ``top_k_limit`` where the head holds it; else everything is kept and the bound asks for a search."""
+    await_turn(PDL)
     row = tl.program_id(0).to(tl.int64)
     limit = tl.load(top_k_limit + row)
     limited = (limit > 0) & (tl.load(temperature + row) > 0)
@@ -333,8 +353,11 @@ def _cut_by_rank(values, ids, temperature, top_k_limit, cut, bound, head):
 
 
 @triton.jit(do_not_specialize_on_alignment=_OF_ROWS)
-def _block_masses(logits, values, temperature, cut, masses, vocab, stride, num_blocks, head, BLOCK: tl.constexpr):
+def _block_masses(
+    logits, values, temperature, cut, masses, vocab, stride, num_blocks, head, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
     """Weight of what the cut keeps of each block."""
+    await_turn(PDL)
     block = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     t = tl.load(temperature + row)
@@ -361,8 +384,10 @@ def _cut_by_mass(
     head,
     HEAD: tl.constexpr,
     BLOCKS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """The last id whose better ones weigh less than top_p of what top-k keeps, where the head holds it; else a bound."""
+    await_turn(PDL)
     row = tl.program_id(0).to(tl.int64)
     t = tl.load(temperature + row)
     share = tl.load(top_p + row)
@@ -409,12 +434,14 @@ def _search_pass(
     LAST: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Choose a branch of the interval of the pass before, and weigh the branches of that one.
 
     Keys are searched as numbers of 32 + id_bits bits. An interval has 2**shift of them from its floor on, and ``above`` is
     what lies above it. Of its branches the lowest is chosen above which less than the bound lies: the cut is in there.
     """
+    await_turn(PDL)
     block = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     limit = tl.load(bound + row)

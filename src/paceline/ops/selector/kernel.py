@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from paceline.ops.launch import await_turn, pdl
 from paceline.ops.sample.kernel import best_candidate
 from paceline.ops.topk.kernel import key_id
 
@@ -31,6 +32,7 @@ def candidate_scores(
         K=triton.next_power_of_2(k),
         RANK=triton.next_power_of_2(rank),
         num_warps=4,
+        **pdl(logits.device),
     )
     return scores
 
@@ -67,6 +69,7 @@ def selector_walk(
         K=triton.next_power_of_2(k),
         RANK=triton.next_power_of_2(rank),
         num_warps=4,
+        **pdl(logits.device),
     )
     return tokens
 
@@ -88,8 +91,20 @@ def _score(logits, hidden, row, ids, inside, previous, predecessor, successor, k
 
 @triton.jit
 def _scores(
-    logits, candidates, hidden, previous, predecessor, successor, scores, k, rank, K: tl.constexpr, RANK: tl.constexpr
+    logits,
+    candidates,
+    hidden,
+    previous,
+    predecessor,
+    successor,
+    scores,
+    k,
+    rank,
+    K: tl.constexpr,
+    RANK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    await_turn(PDL)
     lane = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, K)
     inside = at < k
@@ -120,7 +135,9 @@ def _walk(
     rank,
     K: tl.constexpr,
     RANK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    await_turn(PDL)
     lane = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, K)
     inside = at < k

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from paceline.ops.launch import await_turn, pdl
 from paceline.ops.topk import ref
 
 _WIDTH = 128
@@ -48,6 +49,7 @@ def top_k(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
         BLOCKS=triton.next_power_of_2(blocks),
         WIDTH=_WIDTH,
         num_warps=8 if slots <= 16 else 16,
+        **pdl(logits.device),
     )
     return values, ids
 
@@ -58,7 +60,15 @@ def block_maxima(logits: Tensor, width: int) -> Tensor:
     blocks = triton.cdiv(vocab, width)
     maxima = torch.empty(rows, blocks, dtype=torch.float32, device=logits.device)
     _block_maxima[(triton.cdiv(vocab, _TILE), rows)](
-        logits, maxima, vocab, logits.stride(0), blocks, WIDTH=width, BLOCKS=_TILE // width, num_warps=4
+        logits,
+        maxima,
+        vocab,
+        logits.stride(0),
+        blocks,
+        WIDTH=width,
+        BLOCKS=_TILE // width,
+        num_warps=4,
+        **pdl(logits.device),
     )
     return maxima
 
@@ -68,7 +78,8 @@ def unit_stride(logits: Tensor) -> Tensor:
 
 
 @triton.jit
-def _block_maxima(logits, maxima, vocab, stride, num_blocks, WIDTH: tl.constexpr, BLOCKS: tl.constexpr):
+def _block_maxima(logits, maxima, vocab, stride, num_blocks, WIDTH: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr):
+    await_turn(PDL)
     row = tl.program_id(1).to(tl.int64)
     blocks = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
     columns = blocks[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
@@ -89,7 +100,9 @@ def _select(
     SLOTS: tl.constexpr,
     BLOCKS: tl.constexpr,
     WIDTH: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    await_turn(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCKS)
     best = tl.load(maxima + row * num_blocks + at, mask=at < num_blocks, other=float("-inf"))
