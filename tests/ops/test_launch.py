@@ -1,0 +1,63 @@
+"""Kernels that may begin before the last one has ended wait for it on every path, before they touch what it may write."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import paceline.ops
+
+WEIGHTS = {"weight"}
+"""What no kernel writes, so that it may be read before."""
+LAUNCH = Path(paceline.ops.__path__[0]) / "launch.py"
+
+
+def overlapping(source: str) -> Iterator[ast.FunctionDef]:
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef) and "PDL" in (a.arg for a in node.args.args) and node.name != "await_turn":
+            yield node
+
+
+def fault(function: ast.FunctionDef) -> str | None:
+    """What it does before its turn that it must not, None if it does nothing."""
+    for statement in function.body:
+        if ast.unparse(statement) == "await_turn(PDL)":
+            return None
+        for node in ast.walk(statement):
+            if isinstance(node, ast.Return | ast.If | ast.For | ast.While):
+                return f"a {type(node).__name__}"
+            if isinstance(node, ast.Call) and ast.unparse(node.func) != "tl.load" and ast.unparse(node.func) not in HARMLESS:
+                return f"a call of {ast.unparse(node.func)}"
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "tl.load":
+                names = {part.id for part in ast.walk(node.args[0]) if isinstance(part, ast.Name)}
+                if not names & WEIGHTS:
+                    return f"a load: {ast.unparse(node)}"
+    return "no waiting at all"
+
+
+HARMLESS = {"tl.program_id", "tl.program_id(0).to", "tl.arange"}
+
+
+@pytest.mark.parametrize("path", sorted(LAUNCH.parent.glob("*/kernel.py")), ids=lambda path: path.parent.name)
+def test_kernels_wait_before_they_touch_anything(path: Path) -> None:
+    functions = list(overlapping(path.read_text(encoding="utf-8")))
+    assert functions
+    assert {function.name: fault(function) for function in functions} == {function.name: None for function in functions}
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ("if x == 0:\n        return\n    await_turn(PDL)", "a If"),
+        ("y = tl.load(x)\n    await_turn(PDL)", "a load: tl.load(x)"),
+        ("tl.store(x, 0)\n    await_turn(PDL)", "a call of tl.store"),
+        ("y = 1", "no waiting at all"),
+        ("y = tl.load(weight + tl.arange(0, 8))\n    await_turn(PDL)", None),
+    ],
+)
+def test_the_rule_sees_faults(body: str, expected: str | None) -> None:
+    (function,) = overlapping(f"def kernel(x, weight, PDL):\n    {body}\n")
+    assert fault(function) == expected
