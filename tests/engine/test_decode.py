@@ -1,4 +1,4 @@
-"""What the decode half's forwards are fed, with and without padding, and the buckets of the captured ones."""
+"""What a round's forwards are fed, with and without padding, and the buckets of the captured ones."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from paceline.engine.decode import DecodeShape, pack_decode, unpack_decode
-from paceline.engine.graphs import decode_shapes, span_buckets
-from paceline.engine.plan import VerifySpan
+from paceline.engine.graphs import decode_shapes, prompt_shapes, span_buckets
+from paceline.engine.plan import PrefillSpan, VerifySpan
+from paceline.engine.prompts import PromptShape, pack_prompts, unpack_prompts
+from paceline.ops.gdn import CHUNK_PLAN
 from paceline.types import Request
 
 BLOCK, SPARE = 4, 9
@@ -53,3 +55,25 @@ def test_every_round_has_a_bucket_with_little_padding(lanes: int, block: int) ->
         assert rows == sorted(set(rows)) and rows[-1] == bucket * block
         for count in range(spans, spans * block + 1):
             assert min(r for r in rows if r >= count) - count < max(bucket, 32 if count > 64 else 8)
+
+
+CHUNKS = [
+    PrefillSpan(REQUEST, 4, 64, tuple(range(100, 230)), True),
+    PrefillSpan(REQUEST, 1, 0, tuple(range(500, 564)), False),
+    PrefillSpan(REQUEST, 7, 128, (9, 8, 7), True),
+]
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_prompt_chunks_and_their_padding(padded: bool) -> None:
+    shape = prompt_shapes(6)[0] if padded else PromptShape.of(CHUNKS)
+    packed = torch.from_numpy(pack_prompts(CHUNKS, shape, SPARE))
+    batch, tokens = unpack_prompts(packed, shape, [130, 64, 3], [64, 0, 128])
+    assert tokens[:197].tolist() == [*range(100, 230), *range(500, 564), 9, 8, 7]
+    assert batch.positions[:197].tolist() == [*range(64, 194), *range(64), 128, 129, 130]
+    assert batch.lanes[:3].tolist() == [4, 1, 7] and batch.span_lengths[:3].tolist() == [130, 64, 3]
+    first_rows, rows, first_chunks = (part.tolist() for part in batch.plans[CHUNK_PLAN])
+    assert first_rows[:5] == [0, 64, 128, 130, 194] and rows[:5] == [64, 64, 2, 64, 3] and first_chunks[:3] == [0, 3, 4]
+    if padded:
+        assert not any(rows[5:]) and not batch.span_lengths[3:].any() and set(batch.lanes[3:].tolist()) == {SPARE}
+        assert set(batch.row_span[197:].tolist()) == {shape.spans - 1} and not batch.positions[197:].any()

@@ -18,7 +18,7 @@ from paceline.engine.plan import Round, RoundResult
 from paceline.engine.rows import sampling_rows
 from paceline.engine.runner import Runner
 from paceline.errors import EngineDead
-from paceline.state.pool import Half, StatePool
+from paceline.state.pool import Half, SpanRows, StatePool
 from paceline.types import Emission, EngineStats, Request, SamplingParams
 
 CASE = Case("loop", lanes=3, prefill_tokens=64, threads=1)
@@ -157,14 +157,13 @@ def fault_in_later_chunk(fault: Fault, parts: EngineParts, patch: pytest.MonkeyP
 
 def fault_in_begin(fault: Fault, parts: EngineParts, patch: pytest.MonkeyPatch) -> None:
     """When pages have been taken."""
-    original = StatePool._half
+    original = StatePool._reserve
 
-    def half(self: StatePool, kind: Any) -> Any:
-        assert self._open is not None
-        fault(any(span.lane == lane_of(parts) and span.start > 0 for span in self._open.spans))
-        return original(self, kind)
+    def reserve(self: StatePool, span: SpanRows) -> None:
+        original(self, span)
+        fault(span.lane == lane_of(parts) and span.start > 0)
 
-    patch.setattr(StatePool, "_half", half)
+    patch.setattr(StatePool, "_reserve", reserve)
 
 
 def fault_in_commit(kind: str) -> Callable[[Fault, EngineParts, pytest.MonkeyPatch], None]:

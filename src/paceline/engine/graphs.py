@@ -1,8 +1,9 @@
 """The decode half as CUDA graphs: the two forwards of a round, captured once per bucket and run by one launch each.
 
 Captured and not, it is the same functions on the same kernels. A verify graph is for so many rows and spans, a draft graph
-for so many lanes; what is missing is padding, which belongs to a lane and a page of nobody. All graphs share their memory,
-because they run one after another and the results of one are read before the next begins.
+for so many lanes, a prefill graph for short prompts; what is missing is padding, which is of a lane and a page of nobody.
+All graphs share their memory. A graph may overwrite what one captured before it has left, unless that is still held; so the
+three kinds are captured in such an order that what the commit reads of a round's verify and prefill forwards is safe.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from paceline.config import CHUNK_SIZE
 from paceline.engine.decode import (
     DecodeInputs,
     DecodeShape,
@@ -23,8 +25,15 @@ from paceline.engine.decode import (
     verify_forward,
 )
 from paceline.engine.drafting import DFlashDrafter, Drafter
-from paceline.engine.plan import VerifySpan
-from paceline.models.qwen35 import Qwen35
+from paceline.engine.plan import PrefillSpan, VerifySpan
+from paceline.engine.prompts import (
+    PromptInputs,
+    PromptShape,
+    pack_prompts,
+    prefill_forward,
+    unpack_prompts,
+)
+from paceline.models.qwen35 import Hidden, Qwen35
 from paceline.sampling import Kind
 from paceline.state.pool import StatePool
 from paceline.transfer import to_device
@@ -35,6 +44,8 @@ _ROW_STEP = 8
 _FINE_ROWS = 64
 _COARSE_STEP = 32
 _TIMED_RUNS = 3
+_GRAPH_PROMPT_ROWS = (256, 512)
+_GRAPH_PROMPTS = 4
 
 
 class Graphs:
@@ -51,13 +62,18 @@ class Graphs:
         self._logits = torch.empty(max(shape.rows for shape in shapes), vocab, device=pool.device)
         self._verify: dict[int, list[CapturedVerify]] = {}
         self._draft: dict[int, CapturedDraft] = {}
-        started, total = time.perf_counter(), len(shapes) + len(drafted)
+        prompts = prompt_shapes(pool.shape.lanes)
+        self._prefill: list[CapturedPrefill] = []
+        started, total = time.perf_counter(), len(shapes) + len(drafted) + len(prompts)
         for done, shape in enumerate(reversed(shapes), 1):  # the largest first: the others fit into its memory
             self._verify.setdefault(shape.spans - 1, []).insert(0, self._capture_verify(shape))
             _progress(done, total, started)
         for done, lanes in enumerate(reversed(drafted), len(shapes) + 1):
             assert isinstance(drafter, DFlashDrafter)
             self._draft[lanes] = self._capture_draft(drafter, lanes)
+            _progress(done, total, started)
+        for done, prompt in enumerate(reversed(prompts), len(shapes) + len(drafted) + 1):
+            self._prefill.insert(0, self._capture_prefill(prompt))
             _progress(done, total, started)
         torch.cuda.synchronize(pool.device)
 
@@ -67,6 +83,13 @@ class Graphs:
         rows = sum(span.length for span in spans)
         captured = next((c for c in self._verify.get(bucket or 0, ()) if rows <= c.shape.rows), None)
         return captured.fed(spans, self._drafter.block_size if self._drafter else 1) if captured else None
+
+    def prefill(self, spans: Sequence[PrefillSpan]) -> CapturedPrefill | None:
+        """The smallest graph that has room for these chunks, fed with them; None if there is none."""
+        rows = sum(span.length for span in spans)
+        fitting = (c for c in self._prefill if rows <= c.shape.rows and len(spans) < c.shape.spans)
+        captured = next(fitting, None)
+        return captured.fed(spans) if captured else None
 
     def draft(self, spans: Sequence[VerifySpan]) -> Tensor | None:
         """Drafts [>= D, B - 1] for the drafting spans; None if there is no graph for so many."""
@@ -109,6 +132,22 @@ class Graphs:
 
         graph, seconds = self._captured(forward)
         return CapturedDraft(drafter, lanes, graph, seconds, packed, drafts, pool.spare_lane)
+
+    def _capture_prefill(self, shape: PromptShape) -> CapturedPrefill:
+        pool = self._pool
+        packed = to_device(pack_prompts((), shape, pool.spare_lane), pool.device)
+        longest = pool.shape.max_ctx - shape.rows
+        batch, tokens = unpack_prompts(packed, shape, [shape.rows] * shape.spans, [max(0, longest)] * shape.spans)
+        chunks = batch.plans
+        inputs = PromptInputs(pool.half(batch), tokens)
+        hidden: list[Hidden] = []
+
+        def forward() -> None:
+            afresh = replace(inputs.half, batch=replace(batch, plans=dict(chunks)))
+            hidden[:] = [prefill_forward(self._target, self._drafter, replace(inputs, half=afresh))]
+
+        graph, _ = self._captured(forward)
+        return CapturedPrefill(shape, graph, packed, inputs, hidden[0], pool.spare_lane)
 
     def _captured(self, forward: Callable[[], None]) -> tuple[torch.cuda.CUDAGraph, float]:
         """The graph, and seconds per run. The first call compiles what has to be compiled."""
@@ -153,6 +192,28 @@ class CapturedVerify:
 
 
 @dataclass(frozen=True, slots=True)
+class CapturedPrefill:
+    """A prefill forward; ``packed`` is where it reads, ``hidden`` and the views of ``inputs`` where it writes."""
+
+    shape: PromptShape
+    graph: torch.cuda.CUDAGraph
+    packed: Tensor
+    inputs: PromptInputs
+    hidden: Hidden
+    spare_lane: int
+
+    def fed(self, spans: Sequence[PrefillSpan]) -> CapturedPrefill:
+        """The same graph with other chunks."""
+        to_device(pack_prompts(spans, self.shape, self.spare_lane), self.packed.device, self.packed)
+        return replace(self, inputs=replace(self.inputs, half=self.inputs.half.afresh()))
+
+    def run(self) -> Hidden:
+        """The residual stream of the rows, with padding at the end."""
+        self.graph.replay()
+        return self.hidden
+
+
+@dataclass(frozen=True, slots=True)
 class CapturedDraft:
     """A draft forward; ``packed`` and ``drafts`` are where it reads and writes."""
 
@@ -188,6 +249,14 @@ def decode_shapes(lanes: int, block: int) -> list[DecodeShape]:
         shapes += [DecodeShape(count, spans + 1, padded=True) for count in rows]
         below = spans
     return shapes
+
+
+def prompt_shapes(lanes: int) -> list[PromptShape]:
+    """Prefill forwards that get graphs: few rows and few prompts. Longer ones take the device longer than the host needs to
+    launch them. One span more is padding."""
+    spans = min(lanes, _GRAPH_PROMPTS)
+    rows = _GRAPH_PROMPT_ROWS
+    return [PromptShape(count, spans + 1, count // CHUNK_SIZE + spans, padded=True) for count in rows]
 
 
 def _smallest(buckets: Sequence[int], count: int) -> int | None:

@@ -9,19 +9,22 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from paceline.accept import Verdict, accept
 from paceline.engine.decode import DecodeInputs, decode_inputs, verify_forward
 from paceline.engine.drafting import Drafter
-from paceline.engine.graphs import CapturedVerify, Graphs
+from paceline.engine.graphs import Graphs
 from paceline.engine.plan import PrefillSpan, Round, RoundFailed, RoundResult, RoundTimes, VerifySpan
+from paceline.engine.prompts import prefill_forward, prompt_inputs
 from paceline.engine.rows import sampling_rows
 from paceline.engine.synthetic import SyntheticAcceptance
 from paceline.models.qwen35 import Qwen35
 from paceline.sampling import pick
 from paceline.state.pool import SpanRows, StatePool, Txn
+from paceline.transfer import to_device
 
 
 class Runner:
@@ -52,13 +55,11 @@ class Runner:
         clock, txn = _Clock(self.pool.device, self.nvtx), None
         try:
             spans = [*map(_verify_rows, round.verify), *map(_prompt_rows, round.prefill)]
-            captured = self.graphs.verify(round.verify) if self.graphs and round.verify else None
-            inputs = captured.inputs if captured else self._inputs(round.verify)
-            txn = self.pool.begin(spans, inputs.half if inputs else None)
+            txn = self.pool.begin(spans, packed=False)
             with clock.stage("draft"):
                 drafts = self._draft(round.verify)
             with clock.stage("verify"):
-                verdict = self._verify(round.verify, inputs, drafts, captured)
+                verdict = self._verify(round.verify, drafts, txn)
             with clock.stage("prefill"):
                 first = self._prefill(round.prefill, txn)
             with clock.stage("commit"):
@@ -84,25 +85,20 @@ class Runner:
         captured = self.graphs.draft(drafting) if self.graphs else None
         return captured if captured is not None else self.drafter.propose(drafting, self.pool)
 
-    def _inputs(self, spans: tuple[VerifySpan, ...]) -> DecodeInputs | None:
-        return decode_inputs(spans, self.drafter.block_size if self.drafter else 1, self.pool) if spans else None
-
-    def _verify(
-        self,
-        spans: tuple[VerifySpan, ...],
-        inputs: DecodeInputs | None,
-        drafts: Tensor | None,
-        captured: CapturedVerify | None,
-    ) -> Verdict:
+    def _verify(self, spans: tuple[VerifySpan, ...], drafts: Tensor | None, txn: Txn) -> Verdict:
         """One packed forward over [anchor, drafts …] of every decoding lane; what each lane keeps and yields."""
-        if inputs is None:
+        if not spans:
             none = torch.zeros(0, dtype=torch.long, device=self.pool.device)
             return Verdict(none, none.view(0, 1), none)
+        captured = self.graphs.verify(spans) if self.graphs else None
         if captured is not None:
+            inputs = captured.inputs
             tokens, logits = captured.run(drafts)
         else:
+            inputs = decode_inputs(spans, self.drafter.block_size if self.drafter else 1, self.pool)
             tokens = inputs.tokens(drafts)
             logits = verify_forward(self.target, self.drafter, tokens, inputs.half)
+        txn.decode = inputs.half
         draws = [(span.request, span.start + row + 1) for span in spans for row in range(span.length)]
         picks = pick(logits[: len(draws)], sampling_rows(draws, logits.device))
         return self._accept(spans, inputs, tokens, picks)
@@ -119,19 +115,20 @@ class Runner:
 
     def _prefill(self, spans: tuple[PrefillSpan, ...], txn: Txn) -> Tensor | None:
         """One packed forward over the prompt chunks; the first tokens [F] of the prompts that end here."""
-        half = txn.prefill
-        if half is None:
+        if not spans:
             return None
-        tokens = torch.tensor([token for span in spans for token in span.tokens], device=self.pool.device)
-        taps = self.drafter.taps if self.drafter else ()
-        hidden, features = self.target(tokens, half.batch, half.target, taps)
-        if self.drafter is not None and features is not None:
-            self.drafter.project(features, half.batch, half.context)
+        captured = self.graphs.prefill(spans) if self.graphs else None
+        if captured is not None:
+            inputs, hidden = captured.inputs, captured.run()
+        else:
+            inputs = prompt_inputs(spans, self.pool)
+            hidden = prefill_forward(self.target, self.drafter, inputs)
+        txn.prefill = inputs.half
         final = [index for index, span in enumerate(spans) if span.final]
         if not final:
             return None
-        last = half.batch.starts + half.batch.span_lengths - 1
-        rows = last[torch.tensor(final, device=last.device)]
+        ends = np.cumsum([span.length for span in spans]) - 1
+        rows = to_device(ends[final], self.pool.device)
         draws = [(spans[index].request, len(spans[index].request.prompt)) for index in final]
         return pick(self.target.logits(hidden.rows(rows)), sampling_rows(draws, rows.device))
 

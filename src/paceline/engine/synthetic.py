@@ -8,12 +8,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from paceline.accept import PADDING, Verdict
 from paceline.engine.plan import VerifySpan
 from paceline.errors import ConfigError
+from paceline.transfer import to_device
 
 
 class SyntheticAcceptance:
@@ -30,7 +32,7 @@ class SyntheticAcceptance:
     def accept(self, spans: Sequence[VerifySpan], drafts: Tensor, picks: Tensor) -> Verdict:
         """As ``paceline.accept.accept``: drafts [S, W - 1], picks [S, W], of which the first ``len(spans)`` are real."""
         held = [self._held(span) for span in spans] + [-1] * (picks.shape[0] - len(spans))
-        accepted = torch.tensor(held, device=picks.device)
+        accepted = to_device(np.array(held, np.int64), picks.device)
         rows = torch.arange(picks.shape[1], device=picks.device)
         tokens = torch.where(rows[:-1] < accepted[:, None], drafts, picks[:, :-1])
         tokens = torch.cat((tokens, picks[:, -1:]), dim=1)

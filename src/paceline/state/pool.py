@@ -142,16 +142,17 @@ class StatePool:
 
     # -- the transaction -----------------------------------------------------------------------------------------------
 
-    def begin(self, spans: Sequence[SpanRows], decode: Half | None = None) -> Txn:
-        """Reserve pages for every row of the round and hand out its views. Nothing committed changes. ``decode`` is the
-        decode spans' half where the caller has one."""
+    def begin(self, spans: Sequence[SpanRows], *, packed: bool = True) -> Txn:
+        """Reserve pages for every row of the round and hand out its views. Nothing committed changes. Unless ``packed`` the
+        caller puts in the halves."""
         assert self._open is None, "a transaction is open"
         self._open = txn = Txn(tuple(spans))
         try:
             for span in spans:
                 self._reserve(span)
             self.table = to_device(self._table, self.device, self.table)
-            txn.decode, txn.prefill = decode or self._half("decode"), self._half("prefill")
+            if packed:
+                txn.decode, txn.prefill = self._half("decode"), self._half("prefill")
         except Exception:
             self.abort(txn)
             raise
@@ -185,13 +186,15 @@ class StatePool:
             self._write_context(txn.decode, keep)
         if txn.prefill:
             self._write_context(txn.prefill, txn.prefill.batch.span_lengths)
-        advanced = _new_states(txn.prefill) if txn.prefill else None
+        prompts = txn.of_kind("prefill")
+        advanced = _new_states(txn.prefill, len(prompts)) if txn.prefill else None
         if txn.decode:
             batch = txn.decode.batch
             gdn_replay(self.gdn, self.log.k, self.log.d, self.log.g, keep, self.head_map, batch)
             advance_history(self.history, self.log.raw, keep, batch)
         if txn.prefill and advanced:
-            self.gdn[:, txn.prefill.batch.lanes], self.history[:, txn.prefill.batch.lanes] = advanced
+            lanes = txn.prefill.batch.lanes[: len(prompts)]
+            self.gdn[:, lanes], self.history[:, lanes] = advanced
 
     def settle(self, txn: Txn, keep: Sequence[int]) -> None:
         """The part of ``commit`` that is bookkeeping: what ``apply`` was told, on the host, for every span."""
@@ -292,14 +295,14 @@ def _check_keep(txn: Txn, keep: Sequence[int]) -> None:
         assert span.kind == "decode" or rows == span.length, "prompt rows are always kept"
 
 
-def _new_states(half: Half) -> tuple[Tensor, Tensor]:
-    """What a prefill forward left: state [layers, S, Hv, Dk, Dv] and history [layers, S, w-1, C]."""
+def _new_states(half: Half, spans: int) -> tuple[Tensor, Tensor]:
+    """What a prefill forward left of its first spans: state [layers, S, Hv, Dk, Dv] and history [layers, S, w-1, C]."""
     states, histories = [], []
     for view in half.target.layers:
         if isinstance(view, GdnView):
             assert view.new_state is not None and view.new_history is not None, "the forward left no state"
-            states.append(view.new_state)
-            histories.append(view.new_history)
+            states.append(view.new_state[:spans])
+            histories.append(view.new_history[:spans])
     return torch.stack(states), torch.stack(histories)
 
 

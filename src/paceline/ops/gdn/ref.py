@@ -13,8 +13,10 @@ the walk, so that committing is bit-identical to having stepped. ``gdn_prefill``
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -43,6 +45,26 @@ class GdnInputs(NamedTuple):
     v: Tensor
     beta: Tensor
     g: Tensor
+
+
+CHUNK_PLAN = "gdn chunks"
+"""Under this key ``PackedBatch.plans`` may hold ``chunk_facts`` on the device, as (first rows, rows, first chunks)."""
+
+
+def chunk_facts(lengths: Sequence[int], chunks: int | None = None, spans: int | None = None) -> np.ndarray:
+    """The chunks of a prefill batch, int64 [2 C + S]: first row and number of rows of each, then the first chunk of each
+    span. Padded with chunks of no rows to ``chunks``, with spans of no chunks to ``spans``."""
+    rows = np.asarray(lengths, np.int64)
+    counts = -(-rows // CHUNK_SIZE)
+    real = int(counts.sum())
+    total = chunks or real
+    out = np.zeros(2 * total + (spans or len(rows)), np.int64)
+    begin = np.cumsum(counts) - counts
+    done = (np.arange(real) - np.repeat(begin, counts)) * CHUNK_SIZE
+    out[:real] = np.repeat(np.cumsum(rows) - rows, counts) + done
+    out[total : total + real] = np.minimum(CHUNK_SIZE, np.repeat(rows, counts) - done)
+    out[2 * total : 2 * total + len(rows)] = begin
+    return out
 
 
 def gdn_inputs(
