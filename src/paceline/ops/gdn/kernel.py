@@ -16,8 +16,9 @@ from torch import Tensor
 from paceline.batch import PackedBatch
 from paceline.config import CHUNK_SIZE
 from paceline.ops.conv.kernel import raw_input
-from paceline.ops.gdn.ref import GdnInputs, ReplayLog
+from paceline.ops.gdn.ref import CHUNK_PLAN, GdnInputs, ReplayLog, chunk_facts
 from paceline.ops.launch import await_turn, pdl
+from paceline.transfer import to_device
 
 _VERIFY_COLUMNS, _VERIFY_WARPS = 16, 1
 """With one warp a sum over Dk never waits for another warp."""
@@ -500,16 +501,11 @@ def gdn_prefill(
 
 def _plan(batch: PackedBatch, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """First row and number of rows of each chunk, and each span's first chunk."""
-    if "gdn kernel" not in batch.plans:
-        first_rows, sizes, first_chunks = [], [], []
-        for offset, length in zip(batch.offsets, batch.lengths, strict=True):
-            first_chunks.append(len(sizes))
-            for start in range(0, length, CHUNK_SIZE):
-                first_rows.append(offset + start)
-                sizes.append(min(CHUNK_SIZE, length - start))
-        plan = tuple(torch.tensor(facts, device=device) for facts in (first_rows, sizes, first_chunks))
-        batch.plans["gdn kernel"] = plan
-    return batch.plans["gdn kernel"]
+    if CHUNK_PLAN not in batch.plans:
+        facts = to_device(chunk_facts(batch.lengths), device)
+        chunks = (facts.shape[0] - len(batch.lengths)) // 2
+        batch.plans[CHUNK_PLAN] = facts.split((chunks, chunks, len(batch.lengths)))
+    return batch.plans[CHUNK_PLAN]
 
 
 @triton.jit
