@@ -17,7 +17,7 @@ from paceline.engine.arithmetic import configure, describe, fingerprint, resolve
 from paceline.engine.capacity import check_weights, context_limit, free_memory, plan_state, scratch_bytes, state_bytes
 from paceline.engine.drafting import DFlashDrafter, Drafter
 from paceline.engine.graphs import Graphs
-from paceline.engine.memory import keep_freed_memory
+from paceline.engine.memory import keep_freed_memory, stop_searching
 from paceline.engine.policy import make_policy
 from paceline.engine.runner import Runner
 from paceline.engine.scheduler import Scheduler
@@ -101,6 +101,7 @@ def build(options: EngineOptions, drafter: Drafter | None = None) -> EngineParts
         speculation=drafter is not None,
     )
     _log_start(info, shape, scratch_bytes(shape, options, device), time.perf_counter() - started)
+    stop_searching()
     runner = Runner(target, drafter, pool, graphs=graphs, synthetic=_synthetic(options, drafter), nvtx=options.nvtx)
     return EngineParts(runner, scheduler, info)
 
