@@ -38,6 +38,8 @@ class DFlash(nn.Module):
         self.fc = Linear(len(config.target_layer_ids) * hidden, hidden, dtype)
         self.hidden_norm = RMSNorm(hidden, config.rms_eps)
         self.layers = nn.ModuleList(Layer(config, index, dtype) for index in range(config.num_layers))
+        # the context rows of all layers come out of one product, those of a block layer by layer
+        self.context_kv = Siblings(*(linear for layer in self.layers for linear in _keys_and_values(layer)), too=True)
         self.norm = RMSNorm(hidden, config.rms_eps)
         self.candidate_selector = Selector(config, dtype) if config.selector_rank else None
         self.embed_tokens = Embedding(config.own_embedding_rows, hidden) if config.own_embedding_rows else None
@@ -56,19 +58,17 @@ class DFlash(nn.Module):
     def expand(self, room: int) -> int:
         """As ``Qwen35.expand``: what context rows are projected by."""
         taken = self.fc.expand(room)
-        for layer in self.layers:
-            assert isinstance(layer, Layer)
-            taken += layer.self_attn.kv.expand(room - taken)
-        return taken
+        return taken + self.context_kv.expand(room - taken)
 
     def project(self, features: Tensor, batch: PackedBatch, views: list[ContextView]) -> None:
         """Stage the context K/V rows of features [N, taps * H] for each layer; nothing is attended here."""
         assert self.rope is not None, "finish() has not been called"
         angles = self.rope.at(batch.positions)
         _, context = self.hidden_norm.after(self.fc(features, batch.kind), None, self.operand)
+        parts = iter(self.context_kv(context, batch.kind))
         for layer, view in zip(self.layers, views, strict=True):
             assert isinstance(layer, Layer)
-            view.stage(*layer.self_attn.context(context, angles, batch.kind))
+            view.stage(*layer.self_attn.context(next(parts), next(parts), angles))
 
     def hidden(self, anchors: Tensor, embed: Embedding, batch: PackedBatch, views: list[AttentionView]) -> Tensor:
         """Final hidden states [L, B, H] of one block per lane; anchors [L], ``batch`` has L spans of B rows."""
@@ -77,14 +77,21 @@ class DFlash(nn.Module):
         tokens = torch.full((lanes, rows), self.config.mask_token_id, device=anchors.device)
         tokens[:, 0] = anchors
         angles = self.rope.at(batch.positions)
-        x = (self.embed_tokens or embed)(tokens.flatten()) * self.config.embedding_scale
+        x: Tensor = (self.embed_tokens or embed)(tokens.flatten())
+        if self.config.embedding_scale != 1.0:
+            x = x * self.config.embedding_scale
+        delta = None
         for layer, view in zip(self.layers, views, strict=True):
-            x = layer(x, angles, batch, view)
-        return self.norm(x).unflatten(0, (lanes, rows))
+            x, delta = layer(x, delta, angles, batch, view)
+        normed = self.norm.after(x, delta, None)[1]
+        assert isinstance(normed, Tensor)
+        return normed.unflatten(0, (lanes, rows))
 
     def logits(self, hidden: Tensor, head: Linear) -> Tensor:
         """float32 logits [R, V] of hidden rows [R, H], scaled and capped as the checkpoint says."""
-        logits = (self.lm_head or head)(hidden, "decode") * self.config.output_multiplier
+        logits: Tensor = (self.lm_head or head)(hidden, "decode")
+        if self.config.output_multiplier != 1.0:
+            logits = logits * self.config.output_multiplier
         cap = self.config.logit_softcap
         return softcap(logits, cap) if cap > 0 else logits
 
@@ -111,6 +118,11 @@ class DFlash(nn.Module):
 
 _PLAIN_TOP_K = 16
 """Candidates that a drafter without a selector draws among when the request samples; greedy needs only the first."""
+
+
+def _keys_and_values(layer: nn.Module) -> tuple[Linear, Linear]:
+    assert isinstance(layer, Layer)
+    return layer.self_attn.k_proj, layer.self_attn.v_proj
 
 
 class Selector(nn.Module):
@@ -151,22 +163,35 @@ class Layer(nn.Module):
         self.mlp = MLP(config.hidden_size, config.intermediate_size, dtype)
         self.attention_conv = DynamicConv(config, dtype) if config.conv_kernel else None
         self.mlp_conv = DynamicConv(config, dtype) if config.conv_kernel else None
+        self.operand = operand_type(dtype)
 
-    def forward(self, x: Tensor, angles: Angles, batch: PackedBatch, view: AttentionView) -> Tensor:
-        x = x + _with_conv(
-            self.attention_conv, self.input_layernorm(x), batch, lambda n: self.self_attn(n, angles, batch, view)
-        )
-        return x + _with_conv(self.mlp_conv, self.post_attention_layernorm(x), batch, lambda n: self.mlp(n, batch.kind))
+    def forward(
+        self, x: Tensor, delta: Tensor | None, angles: Angles, batch: PackedBatch, view: AttentionView
+    ) -> tuple[Tensor, Tensor]:
+        """The residual stream [N, H] and what the last sublayer adds to it -> both behind this layer."""
+        x, n = self.input_layernorm.after(x, delta, self.operand if self.attention_conv is None else None)
+        delta = self._between(self.attention_conv, n, batch, lambda n: self.self_attn(n, angles, batch, view))
+        x, n = self.post_attention_layernorm.after(x, delta, self.operand if self.mlp_conv is None else None)
+        return x, self._between(self.mlp_conv, n, batch, lambda n: self.mlp(n, batch.kind))
 
-
-def _with_conv(conv: DynamicConv | None, n: Tensor, batch: PackedBatch, inner: Callable[[Tensor], Tensor]) -> Tensor:
-    """conv_out(inner(conv_in(n))); both kernels come from n, before the first convolution."""
-    if conv is None:
-        return inner(n)
-    blocks = (batch.num_spans, batch.lengths[0])
-    kernels = conv.kernels(n, batch.kind).unflatten(0, blocks)
-    n = dynamic_conv(n.unflatten(0, blocks), conv.base_kernel[0], kernels[:, :, 0]).flatten(0, 1)
-    return dynamic_conv(inner(n).unflatten(0, blocks), conv.base_kernel[1], kernels[:, :, 1]).flatten(0, 1)
+    def _between(
+        self,
+        conv: DynamicConv | None,
+        n: Tensor | Rows,
+        batch: PackedBatch,
+        inner: Callable[[Tensor | Rows], Tensor],
+    ) -> Tensor:
+        """conv_out(inner(conv_in(n))); both kernels come from n, before the first convolution."""
+        if conv is None:
+            return inner(n)
+        assert isinstance(n, Tensor)
+        blocks = (batch.num_spans, batch.lengths[0])
+        kernels = conv.kernels(n, batch.kind).unflatten(0, blocks)
+        mixed = dynamic_conv(n.unflatten(0, blocks), conv.base_kernel[0], kernels[:, :, 0], self.operand)
+        delta = inner(mixed if isinstance(mixed, Rows) else mixed.flatten(0, 1))
+        mixed = dynamic_conv(delta.unflatten(0, blocks), conv.base_kernel[1], kernels[:, :, 1])
+        assert isinstance(mixed, Tensor)
+        return mixed.flatten(0, 1)
 
 
 class DynamicConv(nn.Module):
@@ -200,12 +225,12 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(self.head_dim, config.rms_eps)
         self.kv = Siblings(self.k_proj, self.v_proj)
 
-    def context(self, n: Tensor | Rows, angles: Angles, kind: RowKind) -> tuple[Tensor, Tensor]:
-        """K (normed, rotated) and V [N, Hkv, D] of context rows n [N, H]."""
-        k, v = (x.unflatten(-1, (self.kv_heads, self.head_dim)) for x in self.kv(n, kind))
+    def context(self, k: Tensor, v: Tensor, angles: Angles) -> tuple[Tensor, Tensor]:
+        """K (normed, rotated) and V [N, Hkv, D] of context rows, from their projections [N, Hkv * D]."""
+        k, v = (x.unflatten(-1, (self.kv_heads, self.head_dim)) for x in (k, v))
         return apply_rope(self.k_norm(k), angles), v
 
-    def forward(self, n: Tensor, angles: Angles, batch: PackedBatch, view: AttentionView) -> Tensor:
+    def forward(self, n: Tensor | Rows, angles: Angles, batch: PackedBatch, view: AttentionView) -> Tensor:
         # Block rows are written behind the committed context, where only their own block sees them and where the next
         # committed rows overwrite them.
         q = self.q_proj(n, batch.kind).unflatten(-1, (self.heads, self.head_dim))

@@ -59,10 +59,10 @@ class Linear(nn.Module):
 
 class Siblings:
     """Linear modules that share their input, as few products as possible. It is no module itself: the members stay where the
-    checkpoint has them, but hand over their weights."""
+    checkpoint has them, but hand over their weights, or a copy where others need them ``too``."""
 
-    def __init__(self, *members: Linear) -> None:
-        self._members = members
+    def __init__(self, *members: Linear, too: bool = False) -> None:
+        self._members, self.too = members, too
         self._merged: Merged | None = None
 
     def expand(self, room: int) -> int:
@@ -82,7 +82,8 @@ class Siblings:
         for member in self._members:
             assert member.packed is not None, "pack() has not been called"
             weights.append(member.packed)
-            member.packed = None
+            if not self.too:
+                member.packed = None
         self._merged = merge(weights)
 
     def __call__(self, x: Tensor | Rows, kind: RowKind) -> list[Tensor]:
@@ -104,9 +105,9 @@ def finish(module: nn.Module) -> None:
     for product in products(module):
         if isinstance(product, Linear):
             product.pack()
-    for product in products(module):
-        if isinstance(product, Siblings):
-            product.merge()
+    siblings = [product for product in products(module) if isinstance(product, Siblings)]
+    for product in sorted(siblings, key=lambda product: not product.too):
+        product.merge()
 
 
 class RMSNorm(nn.Module):
@@ -118,8 +119,8 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps)
 
-    def after(self, x: Tensor, delta: Tensor | None, operand: torch.dtype) -> tuple[Tensor, Tensor | Rows]:
-        """(x + delta, its norm as the input of products of type ``operand``)."""
+    def after(self, x: Tensor, delta: Tensor | None, operand: torch.dtype | None) -> tuple[Tensor, Tensor | Rows]:
+        """(x + delta, its norm as the input of products of type ``operand``, or None: as a plain tensor)."""
         return add_rms_norm(x, delta, self.weight, self.eps, operand)
 
 
