@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,6 +11,7 @@ from torch import Tensor
 
 from paceline.batch import PackedBatch, facts, pack, unpack
 from paceline.ops.conv import advance_history, causal_conv, conv_history, dynamic_conv
+from paceline.ops.linear import Rows
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
@@ -83,9 +86,16 @@ def test_dynamic_conv(channels: int, group: int, rows: int, taps: int) -> None:
         kernel = base[tap].double() + dynamic[:, tap:, tap].double().repeat_interleave(group, dim=-1)
         expected[:, tap:] += kernel * x[:, : rows - tap].double()
     got = dynamic_conv(x, base, dynamic)
+    assert isinstance(got, Tensor)
     torch.testing.assert_close(got.double(), expected, rtol=2e-6, atol=4e-6)
     for chosen in ([3], [6, 0, 2]):
-        assert torch.equal(dynamic_conv(x[chosen], base, dynamic[chosen]), got[chosen]), f"lanes {chosen}"
+        some = dynamic_conv(x[chosen], base, dynamic[chosen])
+        assert isinstance(some, Tensor) and torch.equal(some, got[chosen]), f"lanes {chosen}"
+    prepare = importlib.import_module("paceline.ops.linear.kernel").prepare
+    packed, expected_rows = dynamic_conv(x, base, dynamic, torch.float16), prepare(got.flatten(0, 1), torch.float16)
+    assert isinstance(packed, Rows) and (packed.rows, packed.columns) == (expected_rows.rows, expected_rows.columns)
+    assert torch.equal(packed.values[: packed.rows], expected_rows.values[: packed.rows])
+    assert torch.equal(packed.factors[: packed.rows], expected_rows.factors[: packed.rows])
 
 
 @pytest.mark.parametrize("channels", [12, 1000, 10240])

@@ -1,4 +1,5 @@
-"""The short convolutions in Triton: one program per row and block of channels, taps added oldest first."""
+"""The short convolutions in Triton, taps added oldest first: one program per row and block of channels, or, where a row of
+``Rows`` may be asked for, per row."""
 
 from __future__ import annotations
 
@@ -8,7 +9,9 @@ import triton.language as tl
 from torch import Tensor
 
 from paceline.batch import PackedBatch
+from paceline.ops.activation.kernel import pieces, row_outputs, store_row, warps_for
 from paceline.ops.launch import await_turn, pdl
+from paceline.ops.linear.rows import Rows
 
 _BLOCK = tl.constexpr(1024)
 _FACTS = ["lanes", "row_span", "starts", "lengths", "keep"]
@@ -117,17 +120,19 @@ def _unit_stride(x: Tensor) -> Tensor:
     return x if x.stride(1) == 1 else x.contiguous()
 
 
-def dynamic_conv(x: Tensor, base: Tensor, dynamic: Tensor) -> Tensor:
+def dynamic_conv(x: Tensor, base: Tensor, dynamic: Tensor, operand: torch.dtype | None = None) -> Tensor | Rows:
     x, base = x.contiguous(), base.contiguous()
     dynamic = dynamic if dynamic.stride(3) == 1 else dynamic.contiguous()
     lanes, rows, channels = x.shape
-    out = torch.empty_like(x)
+    values, factors, width = row_outputs(lanes * rows, channels, x.device, operand)
+    first, rest = pieces(channels, width)
     lane_stride, row_stride, tap_stride, _ = dynamic.stride()
-    _dynamic_conv[lanes, rows, triton.cdiv(channels, _BLOCK.value)](
+    _dynamic_conv[lanes, rows](
         x,
         base,
         dynamic,
-        out,
+        values,
+        factors,
         LANE_STRIDE=lane_stride,
         ROW_STRIDE=row_stride,
         TAP_STRIDE=tap_stride,
@@ -135,10 +140,13 @@ def dynamic_conv(x: Tensor, base: Tensor, dynamic: Tensor) -> Tensor:
         CHANNELS=channels,
         TAPS=base.shape[0],
         GROUP=channels // dynamic.shape[-1],
-        num_warps=4,
+        WIDTH=width,
+        FIRST=first,
+        REST=rest,
+        num_warps=warps_for(first),
         **pdl(x.device),
     )
-    return out
+    return values.view(x.shape) if factors is None else Rows(values, factors, lanes * rows, channels)
 
 
 @triton.jit
@@ -146,7 +154,8 @@ def _dynamic_conv(
     x,
     base,
     dynamic,
-    out,
+    values,
+    factors,
     LANE_STRIDE: tl.constexpr,
     ROW_STRIDE: tl.constexpr,
     TAP_STRIDE: tl.constexpr,
@@ -154,18 +163,31 @@ def _dynamic_conv(
     CHANNELS: tl.constexpr,
     TAPS: tl.constexpr,
     GROUP: tl.constexpr,
+    WIDTH: tl.constexpr,
+    FIRST: tl.constexpr,
+    REST: tl.constexpr,
     PDL: tl.constexpr,
 ):
     await_turn(PDL)
     lane, row = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    at = tl.program_id(2) * _BLOCK + tl.arange(0, _BLOCK)
-    inside = at < CHANNELS
-    place = (lane * ROWS + row) * CHANNELS + at
-    kernels = dynamic + lane * LANE_STRIDE + row * ROW_STRIDE + at // GROUP
-    total = tl.zeros((_BLOCK,), tl.float32)
+    place = lane * ROWS + row
+    x += place * CHANNELS
+    dynamic += lane * LANE_STRIDE + row * ROW_STRIDE
+    at, more = tl.arange(0, FIRST), FIRST + tl.arange(0, REST)
+    first = _mixed(x, base, dynamic, row, at, TAP_STRIDE, CHANNELS, TAPS, GROUP)
+    rest = _mixed(x, base, dynamic, row, more, TAP_STRIDE, CHANNELS, TAPS, GROUP)
+    store_row(values, factors, place, first, at, at < CHANNELS, rest, more, more < WIDTH, WIDTH)
+
+
+@triton.jit
+def _mixed(
+    x, base, dynamic, row, at, TAP_STRIDE: tl.constexpr, CHANNELS: tl.constexpr, TAPS: tl.constexpr, GROUP: tl.constexpr
+):
+    """Some channels of the row of a block that x points to."""
+    total = tl.zeros(at.shape, tl.float32)
     for tap in tl.static_range(TAPS):
-        reached = inside & (row >= tap)
+        reached = (at < CHANNELS) & (row >= tap)
         fixed = tl.load(base + tap * CHANNELS + at, mask=reached, other=0.0)
-        kernel = fixed + tl.load(kernels + tap * TAP_STRIDE, mask=reached, other=0.0)
-        total = tl.fma(kernel, tl.load(x + place - tap * CHANNELS, mask=reached, other=0.0), total)
-    tl.store(out + place, total, mask=inside)
+        kernel = fixed + tl.load(dynamic + tap * TAP_STRIDE + at // GROUP, mask=reached, other=0.0)
+        total = tl.fma(kernel, tl.load(x - tap * CHANNELS + at, mask=reached, other=0.0), total)
+    return total

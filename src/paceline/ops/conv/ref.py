@@ -7,6 +7,7 @@ from torch import Tensor
 
 from paceline.batch import PackedBatch
 from paceline.ops.activation import silu
+from paceline.ops.linear.rows import Rows
 
 
 def causal_conv(x: Tensor, history: Tensor, weight: Tensor, batch: PackedBatch) -> Tensor:
@@ -55,11 +56,13 @@ def _extended(x: Tensor, history: Tensor, batch: PackedBatch) -> tuple[Tensor, T
     return extended, first
 
 
-def dynamic_conv(x: Tensor, base: Tensor, dynamic: Tensor) -> Tensor:
+def dynamic_conv(x: Tensor, base: Tensor, dynamic: Tensor, operand: torch.dtype | None = None) -> Tensor | Rows:
     """DFlash2: y[j, c] = Σ_t (base[t, c] + dynamic[j, t, c // group]) * x[j - t, c], zeros before the block.
 
     x [L, B, C], one block per lane, so a lane never sees another's; base [K, C]; dynamic [L, B, K, G] with
-    group = C / G. Taps that reach before the block contribute nothing, also where B < K.
+    group = C / G. Taps that reach before the block contribute nothing, also where B < K. Returns [L, B, C]. On a GPU
+    ``operand``, float16 or float32, asks for L * B ``Rows`` of this type, which saves ``linear`` a launch; elsewhere it
+    changes nothing.
     """
     lanes, rows, channels = x.shape
     group = channels // dynamic.shape[-1]
