@@ -64,10 +64,10 @@ class Runner:
                 first = self._prefill(round.prefill, txn)
             with clock.stage("commit"):
                 self.pool.apply(txn, verdict.keep)
-                if meanwhile is not None:
-                    meanwhile()
-                tokens, firsts = _read(round, verdict, first)
-                self.pool.settle(txn, [*map(len, tokens), *(span.length for span in round.prefill)])
+            if meanwhile is not None:
+                meanwhile()
+            tokens, firsts = _read(round, verdict, first)
+            self.pool.settle(txn, [*map(len, tokens), *(span.length for span in round.prefill)])
         except Exception as cause:
             if txn is not None:
                 self.pool.abort(txn)
