@@ -1,7 +1,8 @@
 """Cases whose items are lanes: ops over packed spans, and the state they hand on.
 
 A lane's rows are fixed. A batch may take them whole or cut them wherever the engine may; behind generated rows it may
-compute rows of junk, as for rejected drafts, and drop them. Neither may show.
+compute rows of junk, as for rejected drafts, and drop them. Neither may show. On a GPU a batch may also be padded as a
+captured one is, with upper bounds on the host.
 """
 
 from __future__ import annotations
@@ -14,34 +15,41 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.batch import PackedBatch, pack
+from paceline.batch import PackedBatch, facts, pack, unpack
 from paceline.config import CACHE_TYPES, CHUNK_SIZE, PAGE_SIZE, CacheType
 from paceline.ops.activation import sigmoid, softplus
 from paceline.ops.attention import attention
 from paceline.ops.conv import advance_history, causal_conv, conv_history
-from paceline.ops.gdn import ReplayLog, gdn_inputs, gdn_prefill, gdn_replay, gdn_verify
+from paceline.ops.dispatch import uses_kernels
+from paceline.ops.gdn import CHUNK_PLAN, ReplayLog, chunk_facts, gdn_inputs, gdn_prefill, gdn_replay, gdn_verify
 from paceline.ops.kv import PagedTensor, allocate_pages, write_rows
 from paceline.ops.norm import l2_norm
 from paceline.selfcheck.case import Case, Outputs, Rng, laid_out, randn
+from paceline.transfer import to_device
 from paceline.types import RowKind
 
-_CPU = torch.device("cpu")
 _VERIFY_ROWS = (1, 2, 8, 3, 11, 5, 8, 1)
 _PROMPT_ROWS = (1, 63, 64, 65, 100, 130, 40, 200)
 _DECODE_BASES = (0, 1, 15, 127, 128, 130, 200, 90)
 _PROMPT_BASES = (0, 0, 0, 64, 128, 0, 64, 0)
 _MOST_REJECTED = 3
+_MOST_PADDING = 9
+"""Rows, spans, and of prompts chunks, by which a batch is padded."""
+_LONGEST_BOUND = 3000
+"""Tokens by which the contexts of a padded batch are overestimated at most."""
 
 
-def lane_cases() -> list[Case]:
-    rng = np.random.default_rng(2)
+def lane_cases(device: torch.device) -> list[Case]:
+    rng = Rng(2, device)
     kinds: tuple[RowKind, ...] = ("decode", "prefill")
     cases = [_conv(rng, kind) for kind in kinds] + [_gdn_inputs(rng, kind) for kind in kinds]
     cases += [_gdn_verify(rng), _gdn_prefill(rng)]
     for cache in CACHE_TYPES:
-        for window in (None, 70):
+        # on a GPU everything is compiled first, and windows are the drafter's, whose keys are float16 there
+        for window in (None,) if uses_kernels(device) and cache != "f16" else (None, 70):
             cases.append(_attention(rng, "decode", cache, window=window))
-            cases.append(_attention(rng, "decode", cache, window=window, causal=False))
+            if not uses_kernels(device) or cache == "f16":
+                cases.append(_attention(rng, "decode", cache, window=window, causal=False))
             cases.append(_attention(rng, "prefill", cache, window=window))
     cases.append(_attention(rng, "decode", "q8_0", dim=256, stretch=4))
     cases.append(_attention(rng, "prefill", "f32", stretch=8))
@@ -64,24 +72,43 @@ class _Piece:
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """One batch: the next piece of every lane that has one."""
+    """One batch: the next piece of every lane that has one, and padding behind them."""
 
     pieces: list[_Piece]
     batch: PackedBatch
     rng: Rng
 
+    @property
+    def rows(self) -> int:
+        """How many there are without padding."""
+        return sum(piece.rows for piece in self.pieces)
+
     def gather(self, values: Sequence[Tensor]) -> Tensor:
-        """The packed rows [N, ...] of ``values``, which holds each lane's [rows, ...]."""
+        """The packed rows [N, ...] of ``values``, which holds each lane's [rows, ...]. Padding is NaN."""
         parts = []
         for piece in self.pieces:
             rows = values[piece.lane]
             parts += [rows[piece.start : piece.stop], randn(self.rng, piece.rejected, *rows.shape[1:])]
+        parts.append(parts[0].new_full((self.batch.num_rows - self.rows, *parts[0].shape[1:]), torch.nan))
         return laid_out(torch.cat(parts), self.rng)
+
+    def stacked(self, values: dict[int, Tensor]) -> Tensor:
+        """[S, ...] of each lane's ``values``. Padding is NaN."""
+        parts = [values[piece.lane] for piece in self.pieces]
+        missing = self.batch.num_spans - len(parts)
+        return torch.stack(parts + [torch.full_like(parts[0], torch.nan)] * missing)
+
+    def keep(self) -> Tensor:
+        """[S]: without the rejected rows; padding would keep one."""
+        kept = [piece.stop - piece.start for piece in self.pieces]
+        return self.rng.tensor(np.array(kept + [1] * (self.batch.num_spans - len(kept))))
 
     def kept(self) -> Iterator[tuple[int, slice]]:
         """Each lane with its rows in the batch, without the rejected ones."""
-        for piece, offset in zip(self.pieces, self.batch.offsets, strict=True):
+        offset = 0
+        for piece in self.pieces:
             yield piece.lane, slice(offset, offset + piece.stop - piece.start)
+            offset += piece.rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,11 +132,34 @@ class _Lanes:
                 if turn < len(cuts[lane])
             ]
             starts = [self.bases[piece.lane] + piece.start for piece in pieces]
-            yield _Turn(pieces, pack(self.kind, [piece.rows for piece in pieces], starts, _CPU), rng)
+            yield _Turn(pieces, _batch(self.kind, [piece.rows for piece in pieces], starts, rng), rng)
 
     def _cut(self, rows: int, density: float, rng: Rng) -> list[tuple[int, int]]:
         inner = [at for at in range(self.grid, rows, self.grid) if rng.random() < density] if self.grid else []
         return list(pairwise([0, *inner, rows]))
+
+
+def _batch(
+    kind: RowKind,
+    lengths: Sequence[int],
+    bases: Sequence[int],
+    rng: Rng,
+    lanes: Sequence[int] | None = None,
+    spare: int | None = None,
+) -> PackedBatch:
+    """Exactly these spans, or on a GPU with padding of lane ``spare``, by default one behind the lanes."""
+    if not uses_kernels(rng.device) or rng.integers(2):
+        return pack(kind, lengths, bases, rng.device, lanes)
+    rows, spans = (size + 1 + int(rng.integers(_MOST_PADDING)) for size in (sum(lengths), len(lengths)))
+    lanes, spare = lanes or range(len(lengths)), len(lengths) if spare is None else spare
+    packed = to_device(facts(lengths, bases, lanes, rows, spans, spare), rng.device)
+    bound = max(bases) + int(rng.integers(_LONGEST_BOUND))
+    batch = unpack(kind, packed, [max(lengths)] * spans, [bound] * spans, rows, spans)
+    if kind == "prefill":
+        chunks = sum(-(-length // CHUNK_SIZE) for length in lengths) + int(rng.integers(_MOST_PADDING))
+        plan = to_device(chunk_facts(lengths, chunks, spans), rng.device)
+        batch.plans[CHUNK_PLAN] = plan.split((chunks, chunks, spans))
+    return batch
 
 
 def _joined(parts: list[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
@@ -128,21 +178,22 @@ def _conv(rng: Rng, kind: RowKind) -> Case:
         history = {lane: first[lane] for lane in chosen}
         out: dict[int, list[tuple[Tensor, ...]]] = {lane: [] for lane in chosen}
         for turn in lanes.turns(chosen, rng):
-            raw, kept = turn.gather(x), list(turn.kept())
-            before = torch.stack([history[lane] for lane, _ in kept])
+            raw, before = turn.gather(x), turn.stacked(history)
             y = causal_conv(raw, laid_out(before, rng), weight, turn.batch)
-            keep = torch.tensor([at.stop - at.start for _, at in kept])
-            after = conv_history(raw, before, keep, turn.batch)
-            for index, (lane, at) in enumerate(kept):
+            after = conv_history(raw, before, turn.keep(), turn.batch)
+            for index, (lane, at) in enumerate(turn.kept()):
                 out[lane].append((y[at],))
                 history[lane] = after[index]
         return [(*_joined(out[lane]), history[lane]) for lane in chosen]
 
-    return Case(f"causal_conv of {kind} rows", ("causal_conv", "conv_history"), len(rows), compute)
+    return Case(f"causal_conv of {kind} rows", ("causal_conv", "conv_history"), len(rows), compute, rng.device)
 
 
 _KEY_HEADS, _VALUE_HEADS, _GDN_DIM = 2, 6, 128
-_HEAD_MAP = torch.arange(_VALUE_HEADS) % _KEY_HEADS
+
+
+def _head_map(device: torch.device) -> Tensor:
+    return torch.arange(_VALUE_HEADS, device=device) % _KEY_HEADS
 
 
 def _gdn_inputs(rng: Rng, kind: RowKind) -> Case:
@@ -159,10 +210,9 @@ def _gdn_inputs(rng: Rng, kind: RowKind) -> Case:
         history, layer = {lane: first[lane] for lane in chosen}, int(rng.integers(2))
         out: dict[int, list[tuple[Tensor, ...]]] = {lane: [] for lane in chosen}
         for turn in lanes.turns(chosen, rng):
-            kept = list(turn.kept())
-            before = randn(rng, 2, len(kept), 3, channels)
-            before[layer] = torch.stack([history[lane] for lane, _ in kept])
-            log, logs = _log_for(turn.batch.num_rows + 2, channels, dim, layer)
+            before = randn(rng, 2, turn.batch.num_spans, 3, channels)
+            before[layer] = turn.stacked(history)
+            log, logs = _log_for(turn.batch.num_rows + 2, channels, dim, layer, rng.device)
             x = turn.gather(raw)
             given = log if verify else None
             if not verify:
@@ -171,22 +221,21 @@ def _gdn_inputs(rng: Rng, kind: RowKind) -> Case:
                 *(x, turn.gather(b), turn.gather(a), laid_out(before[layer], rng), weight, decay, dt_bias),
                 *(_KEY_HEADS, dim, turn.batch, given),
             )
-            keep = torch.tensor([at.stop - at.start for _, at in kept])
-            advance_history(before, logs, keep, turn.batch)
-            for index, (lane, at) in enumerate(kept):
+            advance_history(before, logs, turn.keep(), turn.batch)
+            for index, (lane, at) in enumerate(turn.kept()):
                 logged = (log.k[: len(x)][at], log.g[: len(x)][at]) if verify else (got.k[at], got.g[at])
                 out[lane].append((*(value[at] for value in got), *logged))
                 history[lane] = before[layer, index]
         return [(*_joined(out[lane]), history[lane]) for lane in chosen]
 
-    return Case(f"gdn_inputs of {kind} rows", ("gdn_inputs", "advance_history"), len(rows), compute)
+    return Case(f"gdn_inputs of {kind} rows", ("gdn_inputs", "advance_history"), len(rows), compute, rng.device)
 
 
-def _log_for(rows: int, channels: int, dim: int, layer: int) -> tuple[ReplayLog, Tensor]:
+def _log_for(rows: int, channels: int, dim: int, layer: int, device: torch.device) -> tuple[ReplayLog, Tensor]:
     """A log whose raw inputs are those of one layer of two, and those of both."""
-    raw = torch.zeros(2, rows, channels)
-    k, d = torch.full((rows, _KEY_HEADS, dim), torch.nan), torch.full((rows, _VALUE_HEADS, dim), torch.nan)
-    return ReplayLog(raw[layer], k, d, torch.full((rows, _VALUE_HEADS), torch.nan)), raw
+    raw = torch.zeros(2, rows, channels, device=device)
+    sizes = (_KEY_HEADS, dim), (_VALUE_HEADS, dim), (_VALUE_HEADS,)
+    return ReplayLog(raw[layer], *(torch.full((rows, *size), torch.nan, device=device) for size in sizes)), raw
 
 
 def _gdn_rows(rng: Rng, rows: Sequence[int]) -> tuple[list[list[Tensor]], Tensor]:
@@ -208,24 +257,23 @@ def _gdn_rows(rng: Rng, rows: Sequence[int]) -> tuple[list[list[Tensor]], Tensor
 def _gdn_verify(rng: Rng) -> Case:
     """Spans of any width, any of whose rows may have been rejected, with the log replayed behind each: as stepping."""
     lanes = _Lanes("decode", _VERIFY_ROWS, _DECODE_BASES, 1, _MOST_REJECTED)
-    inputs, first = _gdn_rows(rng, _VERIFY_ROWS)
+    (inputs, first), head_map = _gdn_rows(rng, _VERIFY_ROWS), _head_map(rng.device)
 
     def compute(chosen: Sequence[int], rng: Rng) -> Outputs:
         state = {lane: first[lane] for lane in chosen}
         out: dict[int, list[tuple[Tensor, ...]]] = {lane: [] for lane in chosen}
         for turn in lanes.turns(chosen, rng):
             q, k, v, beta, g = map(turn.gather, inputs)
-            before = torch.stack([state[piece.lane] for piece in turn.pieces])
-            o, d = gdn_verify(q, k, v, beta, g, before, _HEAD_MAP, turn.batch)
+            o, d = gdn_verify(q, k, v, beta, g, turn.stacked(state), head_map, turn.batch)
             for lane, at in turn.kept():
                 out[lane].append((o[at], d[at]))
-                state[lane] = _replayed(state[lane], k[at], d[at], g[at], rng)
+                state[lane] = _replayed(state[lane], k[at], d[at], g[at], head_map, rng)
         return [(*_joined(out[lane]), state[lane]) for lane in chosen]
 
-    return Case("gdn_verify and gdn_replay", ("gdn_verify", "gdn_replay"), len(_VERIFY_ROWS), compute)
+    return Case("gdn_verify and gdn_replay", ("gdn_verify", "gdn_replay"), len(_VERIFY_ROWS), compute, rng.device)
 
 
-def _replayed(state: Tensor, k: Tensor, d: Tensor, g: Tensor, rng: Rng) -> Tensor:
+def _replayed(state: Tensor, k: Tensor, d: Tensor, g: Tensor, head_map: Tensor, rng: Rng) -> Tensor:
     """The state after the log's rows; other layers and another lane are replayed beside these."""
     layers, more = int(rng.integers(1, 4)), int(rng.integers(1, 4))
     layer, lane = int(rng.integers(layers)), int(rng.integers(2))
@@ -236,30 +284,31 @@ def _replayed(state: Tensor, k: Tensor, d: Tensor, g: Tensor, rng: Rng) -> Tenso
         rows = randn(rng, layers, len(own) + more, *own.shape[1:])
         rows[layer, : len(own)] = own
         log.append(rows)
-    keep = torch.tensor([len(k), int(rng.integers(more + 1))])
-    batch = pack("decode", [len(k), more], [0, 0], _CPU, [lane, 1 - lane])
+    kept = [len(k), int(rng.integers(more + 1))]
+    batch = _batch("decode", [len(k), more], [0, 0], rng, [lane, 1 - lane], spare=lane)
+    keep = rng.tensor(np.array(kept + [1] * (batch.num_spans - 2)))
     k, d, g = log
-    gdn_replay(states, k, d, g, keep, _HEAD_MAP, batch)
+    gdn_replay(states, k, d, g, keep, head_map, batch)
     return states[layer, lane]
 
 
 def _gdn_prefill(rng: Rng) -> Case:
     lanes = _Lanes("prefill", _PROMPT_ROWS, _PROMPT_BASES, CHUNK_SIZE)
-    inputs, first = _gdn_rows(rng, _PROMPT_ROWS)
+    (inputs, first), head_map = _gdn_rows(rng, _PROMPT_ROWS), _head_map(rng.device)
 
     def compute(chosen: Sequence[int], rng: Rng) -> Outputs:
         state = {lane: first[lane] for lane in chosen}
         out: dict[int, list[tuple[Tensor, ...]]] = {lane: [] for lane in chosen}
         for turn in lanes.turns(chosen, rng):
-            before = torch.stack([state[piece.lane] for piece in turn.pieces])
+            before = turn.stacked(state)
             q, k, v, beta, g = map(turn.gather, inputs)
-            o, after = gdn_prefill(q, k, v, beta, g, before, _HEAD_MAP, turn.batch)
+            o, after = gdn_prefill(q, k, v, beta, g, before, head_map, turn.batch)
             for index, (lane, at) in enumerate(turn.kept()):
                 out[lane].append((o[at],))
                 state[lane] = after[index]
         return [(*_joined(out[lane]), state[lane]) for lane in chosen]
 
-    return Case("gdn_prefill", ("gdn_prefill",), len(_PROMPT_ROWS), compute)
+    return Case("gdn_prefill", ("gdn_prefill",), len(_PROMPT_ROWS), compute, rng.device)
 
 
 class _Cache:
@@ -269,22 +318,22 @@ class _Cache:
     def __init__(self, kind: CacheType, heads: int, dim: int, lengths: dict[int, int], rng: Rng) -> None:
         counts = {lane: -(-length // PAGE_SIZE) for lane, length in lengths.items()}
         total, width = sum(counts.values()) + 3, max(counts.values()) + int(rng.integers(5))
-        order = torch.from_numpy(rng.permutation(total))
+        order = rng.tensor(rng.permutation(total))
         self.tables: dict[int, Tensor] = {}
         for lane, count in counts.items():
-            self.tables[lane] = torch.from_numpy(rng.integers(0, total, width))
+            self.tables[lane] = rng.tensor(rng.integers(0, total, width))
             self.tables[lane][:count], order = order[:count], order[count:]
-        self.k, self.v = (_filled_with_nan(allocate_pages(kind, total, heads, dim, _CPU), rng) for _ in range(2))
+        self.k, self.v = (_filled_with_nan(allocate_pages(kind, total, heads, dim, rng.device), rng) for _ in range(2))
 
     def slots(self, lane: int, start: int, stop: int) -> Tensor:
-        positions = torch.arange(start, stop)
+        positions = torch.arange(start, stop, device=self.k.data.device)
         return self.tables[lane][positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE
 
     def table(self, places: Tensor, lanes: Sequence[int], rng: Rng) -> Tensor:
-        """The page table in which ``lanes`` have these places; the others name any pages."""
+        """The page table in which ``lanes`` have the first of these places; the others name any pages."""
         tables = torch.stack([self.tables[lane] for lane in lanes])
-        table = torch.from_numpy(rng.integers(0, len(self.k.data), (int(places.max()) + 1, tables.shape[1])))
-        table[places] = tables
+        table = rng.tensor(rng.integers(0, len(self.k.data), (int(places.max()) + 1, tables.shape[1])))
+        table[places[: len(lanes)]] = tables
         return table
 
     def write(self, slots: Tensor, k: Tensor, v: Tensor) -> None:
@@ -296,7 +345,7 @@ def _filled_with_nan(pages: PagedTensor, rng: Rng) -> PagedTensor:
     if pages.scale is None:
         pages.data.fill_(torch.nan)
     else:
-        pages.data.copy_(torch.from_numpy(rng.integers(-127, 128, pages.data.shape)))
+        pages.data.copy_(rng.tensor(rng.integers(-127, 128, pages.data.shape)))
         pages.scale.fill_(torch.nan)
     return pages
 
@@ -332,12 +381,12 @@ def _attention(
             pages.write(pages.slots(lane, 0, bases[lane]), *old[lane])
         out: dict[int, list[tuple[Tensor, ...]]] = {lane: [] for lane in chosen}
         for turn in lanes.turns(chosen, rng):
-            places = torch.from_numpy(rng.permutation(len(turn.pieces) + 2)[: len(turn.pieces)])
+            places = rng.tensor(rng.permutation(turn.batch.num_spans + 2)[: turn.batch.num_spans])
             batch = replace(turn.batch, lanes=places)
             table = pages.table(places, [piece.lane for piece in turn.pieces], rng)
-            spans = zip(turn.pieces, turn.batch.bases, strict=True)
-            slots = torch.cat([pages.slots(piece.lane, base, base + piece.rows) for piece, base in spans])
-            pages.write(slots, turn.gather(k), turn.gather(v))
+            starts = [(piece, bases[piece.lane] + piece.start) for piece in turn.pieces]
+            slots = torch.cat([pages.slots(piece.lane, start, start + piece.rows) for piece, start in starts])
+            pages.write(slots, turn.gather(k)[: turn.rows], turn.gather(v)[: turn.rows])
             o = attention(turn.gather(q), pages.k, pages.v, table, batch, scale=dim**-0.5, causal=causal, window=window)
             for lane, at in turn.kept():
                 out[lane].append((o[at],))
@@ -345,4 +394,4 @@ def _attention(
 
     sight = "causal" if causal else "block-bidirectional"
     name = f"attention {kind} {sight} over {cache}" + (f", window {window}" if window else "")
-    return Case(name + (", long" if stretch > 1 else ""), ("attention",), len(rows), compute)
+    return Case(name + (", long" if stretch > 1 else ""), ("attention",), len(rows), compute, rng.device)

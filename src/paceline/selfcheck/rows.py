@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,9 +13,10 @@ from paceline.config import CACHE_TYPES, PAGE_SIZE, CacheType
 from paceline.ops import activation, norm
 from paceline.ops.attention import attention_inputs
 from paceline.ops.conv import dynamic_conv
-from paceline.ops.kv import allocate_pages, read_pages, write_rows
-from paceline.ops.linear import PackedWeight, linear, linears, merge, pack
-from paceline.ops.quant import BLOCKS, QuantTensor
+from paceline.ops.dispatch import uses_kernels
+from paceline.ops.kv import PagedTensor, allocate_pages, read_pages, write_rows
+from paceline.ops.linear import PackedWeight, Rows, TiledWeight, linear, linears, merge, pack
+from paceline.ops.quant import BLOCKS, QuantTensor, dequantize_rows
 from paceline.ops.rope import RopeTable, apply_rope
 from paceline.ops.sample import draw, gumbel, gumbel_of_vocabulary, last_kept
 from paceline.ops.selector import candidate_scores, selector_walk
@@ -27,28 +28,25 @@ from paceline.types import RowKind
 ROWS = 70
 """More than a prefill tile of rows, and no multiple of a decode tile."""
 
-_CPU = torch.device("cpu")
 _KINDS: tuple[RowKind, ...] = ("decode", "prefill")
 _LINEAR_SHAPES = ((6, 512), (37, 512), (512, 1536), (384, 1024))
 """(N, K) of products: the handful of outputs of the beta and decay projections, an odd number, and ordinary ones."""
+_TILED_SHAPE = (600, 1024)
+"""Of products on a GPU: an odd number of tiles, the last one not full, and more blocks than one in each."""
+_MANY_ROWS: dict[RowKind, int] = {"decode": 150, "prefill": 300}
+"""More than two decode launches, and more than a prefill panel, take."""
+_SCALE_BYTES = {"Q8_0": (1,), "IQ4_XS": (1,), "Q4_K": (1, 3), "Q5_K": (1, 3), "Q6_K": (209,)}
+"""Where in a block of each stored type that a product decodes the upper bytes of its float16 numbers are."""
 
 
-def row_cases() -> list[Case]:
-    rng = np.random.default_rng(1)
-    cases = [
-        linear_case(rng, _dense(rng, shape, dtype), kind)
-        for dtype in (torch.float32, torch.bfloat16, torch.float16)
-        for shape in _LINEAR_SHAPES[: 1 if dtype == torch.float16 else None]
-        for kind in _KINDS
-    ]
-    cases += [
-        _quantised_linear(rng, qtype, dtype, kind)
-        for qtype, dtype in (("Q8_0", torch.float32), ("IQ4_XS", torch.bfloat16))
-        for kind in _KINDS
-    ]
-    cases += [_merged_linears(rng, kind) for kind in _KINDS]
+def row_cases(device: torch.device) -> list[Case]:
+    rng = Rng(1, device)
+    kernels = uses_kernels(device)
+    cases = _tiled_products(rng) if kernels else _dense_products(rng)
     cases += _elementwise(rng)
     cases += _norms(rng)
+    if kernels:
+        cases += [*_operands(rng), _dynamic_conv_as_rows(rng), _embedding(rng)]
     cases += [_rope(rng, rotary) for rotary in (16, 64)]
     cases += [_kv(rng, kind) for kind in CACHE_TYPES]
     cases += [_attention_inputs(rng, kind, rotary) for kind in CACHE_TYPES for rotary in (16, 64)]
@@ -63,41 +61,84 @@ def _case(name: str, ops: tuple[str, ...], function: Callable[..., Any], *inputs
 
     def compute(chosen: Sequence[int], rng: Rng) -> Outputs:
         out = function(*(laid_out(x[chosen], rng) for x in inputs))
-        return _split(*((out,) if isinstance(out, Tensor) else out))
+        return _split(*_tensors(out))
 
-    return Case(name, ops, inputs[0].shape[0], compute)
+    return Case(name, ops, inputs[0].shape[0], compute, inputs[0].device)
 
 
 def _split(*outputs: Tensor) -> Outputs:
     return list(zip(*(out.unbind(0) for out in outputs), strict=True))
 
 
-def _dense(rng: Rng, shape: tuple[int, int], dtype: torch.dtype) -> PackedWeight:
-    weight = pack(randn(rng, *shape).to(dtype))
-    assert isinstance(weight, PackedWeight)
-    return weight
+def _tensors(out: Any) -> Iterator[Tensor]:
+    """What an op returned, tensor by tensor; of ``Rows`` the rows that are some."""
+    if isinstance(out, Tensor):
+        yield out
+    elif isinstance(out, Rows):
+        yield from (out.values[: out.rows], out.factors[: out.rows])
+    else:
+        for part in out:
+            yield from _tensors(part)
 
 
-def linear_case(rng: Rng, weight: PackedWeight, kind: RowKind) -> Case:
+def _dense_products(rng: Rng) -> list[Case]:
+    cases = [
+        linear_case(rng, pack(randn(rng, *shape).to(dtype)), kind)
+        for dtype in (torch.float32, torch.bfloat16, torch.float16)
+        for shape in _LINEAR_SHAPES[: 1 if dtype == torch.float16 else None]
+        for kind in _KINDS
+    ]
+    cases += [
+        _quantised_linear(rng, qtype, dtype, kind)
+        for qtype, dtype in (("Q8_0", torch.float32), ("IQ4_XS", torch.bfloat16))
+        for kind in _KINDS
+    ]
+    return cases + [_merged_linears(rng, [pack(randn(rng, n, 512)) for n in (6, 37)], kind) for kind in _KINDS]
+
+
+def _tiled_products(rng: Rng) -> list[Case]:
+    """In every form that 16-bit products have on a GPU."""
+
+    def packed(form: str, *shape: int) -> PackedWeight | TiledWeight:
+        weight = _stored(rng, form, shape[0], shape[1]) if form in _SCALE_BYTES else randn(rng, *shape).bfloat16()
+        return pack(weight, torch.bfloat16, rng.device)
+
+    weights = [packed(form, *_TILED_SHAPE) for form in _SCALE_BYTES]
+    weights += [packed("dense", *shape) for shape in (_TILED_SHAPE, (6, 512))]
+    cases = [linear_case(rng, weight, kind) for weight in weights for kind in _KINDS]
+    cases += [linear_case(rng, packed("IQ4_XS", 37, 512), kind, _MANY_ROWS[kind]) for kind in _KINDS]
+    siblings = [packed(form, n, 512) for form, n in (("IQ4_XS", 300), ("IQ4_XS", 37), ("Q8_0", 6), ("dense", 6))]
+    return cases + [_merged_linears(rng, siblings, kind) for kind in _KINDS]
+
+
+def linear_case(rng: Rng, weight: PackedWeight | TiledWeight, kind: RowKind, rows: int = ROWS) -> Case:
     n, k = weight.shape
-    name = f"linear {kind} {_name(weight.dtype)} {n} x {k}"
-    return _case(name, ("linear",), lambda x: linear(x, weight, kind), randn(rng, ROWS, k))
+    x = randn(rng, rows, k)
+    form = _name(weight.dtype) if isinstance(weight, PackedWeight) else weight.form
+    if isinstance(weight, TiledWeight):
+        x[::7] *= 1e6  # beyond float16: such a row is scaled, and has a factor that undoes it
+    name = f"linear {kind} {form} {n} x {k}" + (f", up to {rows} rows" if rows != ROWS else "")
+    return _case(name, ("linear",), lambda x: linear(x, weight, kind), x)
 
 
 def _quantised_linear(rng: Rng, qtype: str, dtype: torch.dtype, kind: RowKind) -> Case:
-    rows, columns = 37, 512
-    elements, size, _ = BLOCKS[qtype]
-    data = torch.from_numpy(rng.integers(0, 256, (rows, columns // elements * size), dtype=np.uint8))
-    data.view(rows, -1, size)[..., 1] = 0x10  # upper byte of a block's float16 scale: about 5e-4, never a NaN
-    weight = QuantTensor(data, qtype, (rows, columns))
-    x = randn(rng, ROWS, columns).to(dtype)
+    weight = _stored(rng, qtype, 37, 512)
+    x = randn(rng, ROWS, 512).to(dtype)
     name = f"linear {kind} {qtype} as {_name(dtype)}"
     return _case(name, ("linear", "dequantize"), lambda x: linear(x, weight, kind), x)
 
 
-def _merged_linears(rng: Rng, kind: RowKind) -> Case:
-    weights = merge([pack(randn(rng, n, 512)) for n in (6, 37)])
-    return _case(f"linears {kind}", ("linears",), lambda x: torch.cat(linears(x, weights, kind), 1), randn(rng, ROWS, 512))
+def _stored(rng: Rng, qtype: str, rows: int, columns: int) -> QuantTensor:
+    elements, size, _ = BLOCKS[qtype]
+    data = rng.integers(0, 256, (rows, columns // elements * size), dtype=np.uint8)
+    for at in _SCALE_BYTES[qtype]:
+        data.reshape(rows, -1, size)[..., at] = 0x10  # a float16 of about 5e-4, never a NaN
+    return QuantTensor(rng.tensor(data), qtype, (rows, columns))
+
+
+def _merged_linears(rng: Rng, weights: Sequence[PackedWeight | TiledWeight], kind: RowKind) -> Case:
+    merged = merge(weights)
+    return _case(f"linears {kind}", ("linears",), lambda x: torch.cat(linears(x, merged, kind), 1), randn(rng, ROWS, 512))
 
 
 def _elementwise(rng: Rng) -> list[Case]:
@@ -127,16 +168,47 @@ def _norms(rng: Rng) -> list[Case]:
     ]
 
 
+def _operands(rng: Rng) -> list[Case]:
+    """Ops that leave their result as the next product reads it."""
+    half = torch.float16
+    x, y = 8.0 * randn(rng, ROWS, 544), randn(rng, ROWS, 544)
+    o, gate = randn(rng, ROWS, 3, 96), 8.0 * randn(rng, ROWS, 3, 96)
+    wide, narrow = 1.0 + 0.1 * randn(rng, 544), 1.0 + 0.1 * randn(rng, 96)
+    return [
+        _case("swiglu as rows", ("swiglu",), lambda x, y: activation.swiglu(x, y, half), x, y),
+        _case("gated_heads as rows", ("gated_heads",), lambda o, g: activation.gated_heads(o, g, half), o, gate),
+        _case("add_rms_norm as rows", ("add_rms_norm",), lambda x, d: norm.add_rms_norm(x, d, wide, 1e-6, half), x, y),
+        _case("gated_output as rows", ("gated_output",), lambda o, z: norm.gated_output(o, z, narrow, 1e-6, half), o, gate),
+    ]
+
+
+def _dynamic_conv_as_rows(rng: Rng) -> Case:
+    """Items are blocks of eight rows."""
+    x, base, dynamic = randn(rng, 20, 8, 64), randn(rng, 2, 64), randn(rng, 20, 8, 2, 4)
+
+    def compute(x: Tensor, kernels: Tensor) -> list[Tensor]:
+        rows = dynamic_conv(x, base, kernels, torch.float16)
+        return [part.unflatten(0, (len(x), 8)) for part in _tensors(rows)]
+
+    return _case("dynamic_conv as rows", ("dynamic_conv",), compute, x, dynamic)
+
+
+def _embedding(rng: Rng) -> Case:
+    table = _stored(rng, "Q6_K", 300, 512)
+    ids = rng.tensor(rng.integers(0, 300, ROWS))
+    return _case("dequantize_rows", ("dequantize_rows",), lambda ids: dequantize_rows(table, ids), ids)
+
+
 def _rope(rng: Rng, rotary: int) -> Case:
     """Also: an angle does not depend on the length of the table it is read from."""
-    x, positions = randn(rng, ROWS, 3, 64), torch.from_numpy(rng.permutation(1100)[:ROWS])
-    tables = [RopeTable(length, rotary, 1e6, None, _CPU) for length in (1100, 1537)]
+    x, positions = randn(rng, ROWS, 3, 64), rng.tensor(rng.permutation(1100)[:ROWS])
+    tables = [RopeTable(length, rotary, 1e6, None, rng.device) for length in (1100, 1537)]
 
     def compute(chosen: Sequence[int], rng: Rng) -> Outputs:
         angles = tables[rng.integers(2)].at(positions[chosen])
         return _split(apply_rope(laid_out(x[chosen], rng), angles))
 
-    return Case(f"rope of {rotary} in 64", ("apply_rope",), ROWS, compute)
+    return Case(f"rope of {rotary} in 64", ("apply_rope",), ROWS, compute, rng.device)
 
 
 def _kv(rng: Rng, kind: CacheType) -> Case:
@@ -144,33 +216,35 @@ def _kv(rng: Rng, kind: CacheType) -> Case:
     x = randn(rng, ROWS, 2, 64)
 
     def compute(chosen: Sequence[int], rng: Rng) -> Outputs:
-        cache = allocate_pages(kind, 12, 2, 64, _CPU)
-        slots = torch.from_numpy(rng.permutation(12 * PAGE_SIZE)[: len(chosen)])
+        cache = allocate_pages(kind, 12, 2, 64, rng.device)
+        slots = rng.tensor(rng.permutation(12 * PAGE_SIZE)[: len(chosen)])
         write_rows(cache, slots, laid_out(x[chosen], rng))
-        pages = read_pages(cache, slots // PAGE_SIZE)
-        return _split(pages[torch.arange(len(chosen)), slots % PAGE_SIZE])
+        return _split(_read_rows(cache, slots))
 
-    return Case(f"K/V in {kind}", ("write_rows", "read_pages"), ROWS, compute)
+    return Case(f"K/V in {kind}", ("write_rows", "read_pages"), ROWS, compute, rng.device)
+
+
+def _read_rows(cache: PagedTensor, slots: Tensor) -> Tensor:
+    rows = torch.arange(len(slots), device=slots.device)
+    return read_pages(cache, slots // PAGE_SIZE)[rows, slots % PAGE_SIZE]
 
 
 def _attention_inputs(rng: Rng, kind: CacheType, rotary: int) -> Case:
     """q as returned, k and v as read back from their pages. k and v are columns of one product."""
     q, both = randn(rng, ROWS, 4, 64), randn(rng, ROWS, 4, 64)
     q_weight, k_weight = 1.0 + 0.1 * randn(rng, 64), 1.0 + 0.1 * randn(rng, 64)
-    positions = torch.from_numpy(rng.permutation(1100)[:ROWS])
-    table = RopeTable(1100, rotary, 1e6, None, _CPU)
+    positions = rng.tensor(rng.permutation(1100)[:ROWS])
+    table = RopeTable(1100, rotary, 1e6, None, rng.device)
 
     def compute(chosen: Sequence[int], rng: Rng) -> Outputs:
-        k_cache, v_cache = (allocate_pages(kind, 12, 2, 64, _CPU) for _ in range(2))
-        slots = torch.from_numpy(rng.permutation(12 * PAGE_SIZE)[: len(chosen)])
+        k_cache, v_cache = (allocate_pages(kind, 12, 2, 64, rng.device) for _ in range(2))
+        slots = rng.tensor(rng.permutation(12 * PAGE_SIZE)[: len(chosen)])
         k, v = laid_out(both[chosen], rng).split(2, 1)
         angles = table.at(positions[chosen])
         out = attention_inputs(laid_out(q[chosen], rng), k, v, q_weight, k_weight, 1e-6, angles, k_cache, v_cache, slots)
-        rows = torch.arange(len(chosen))
-        stored = [read_pages(cache, slots // PAGE_SIZE)[rows, slots % PAGE_SIZE] for cache in (k_cache, v_cache)]
-        return _split(out, *stored)
+        return _split(out, _read_rows(k_cache, slots), _read_rows(v_cache, slots))
 
-    return Case(f"attention_inputs over {kind}, rotary {rotary}", ("attention_inputs",), ROWS, compute)
+    return Case(f"attention_inputs over {kind}, rotary {rotary}", ("attention_inputs",), ROWS, compute, rng.device)
 
 
 def _dynamic_conv(rng: Rng, rows: int, taps: int) -> Case:
@@ -183,8 +257,8 @@ def _dynamic_conv(rng: Rng, rows: int, taps: int) -> Case:
 def _candidate_scores(rng: Rng) -> Case:
     vocab, rank, k = 300, 128, 16
     predecessor, successor = randn(rng, vocab, rank), randn(rng, vocab, rank)
-    candidates = torch.from_numpy(rng.integers(0, vocab, (ROWS, k)))
-    previous = torch.from_numpy(rng.integers(0, vocab, ROWS))
+    candidates = rng.tensor(rng.integers(0, vocab, (ROWS, k)))
+    previous = rng.tensor(rng.integers(0, vocab, ROWS))
     return _case(
         "candidate_scores",
         ("candidate_scores",),
@@ -196,8 +270,8 @@ def _candidate_scores(rng: Rng) -> Case:
 def _selector_walk(rng: Rng) -> Case:
     vocab, rank, k, slots = 300, 128, 16, 3
     codebooks = randn(rng, vocab, rank), randn(rng, vocab, rank)
-    candidates = torch.from_numpy(np.stack([rng.permutation(vocab)[:k] for _ in range(ROWS * slots)])).view(ROWS, slots, k)
-    lanes = randn(rng, ROWS, slots, k), candidates, randn(rng, ROWS, slots, rank), torch.arange(ROWS)
+    candidates = rng.tensor(np.stack([rng.permutation(vocab)[:k] for _ in range(ROWS * slots)])).view(ROWS, slots, k)
+    lanes = randn(rng, ROWS, slots, k), candidates, randn(rng, ROWS, slots, rank), torch.arange(ROWS, device=rng.device)
     rows = _sampling_rows(rng)
 
     def compute(chosen: Sequence[int], rng: Rng) -> Outputs:
@@ -206,7 +280,7 @@ def _selector_walk(rng: Rng) -> Case:
         key = (draws.seed, draws.choice, draws.position)
         return _split(selector_walk(logits, ids, hidden, anchors, *codebooks, draws.temperature, *key))
 
-    return Case("selector_walk", ("selector_walk",), ROWS, compute)
+    return Case("selector_walk", ("selector_walk",), ROWS, compute, rng.device)
 
 
 def _top_k(rng: Rng) -> Case:
@@ -216,7 +290,7 @@ def _top_k(rng: Rng) -> Case:
         values, ids = top_k(laid_out(logits[chosen], rng), 16)
         return _split(values, ids, argmax(laid_out(logits[chosen], rng)))
 
-    return Case("top_k and argmax", ("top_k", "argmax"), ROWS, compute)
+    return Case("top_k and argmax", ("top_k", "argmax"), ROWS, compute, rng.device)
 
 
 def _sampling_rows(rng: Rng) -> SamplingRows:
@@ -229,6 +303,7 @@ def _sampling_rows(rng: Rng) -> SamplingRows:
         seed=rng.integers(0, 2**63, ROWS).tolist(),
         choice=rng.integers(0, 3, ROWS).tolist(),
         position=rng.integers(0, 10_000, ROWS).tolist(),
+        device=rng.device,
     )
 
 
@@ -241,10 +316,10 @@ def _gumbel(rng: Rng) -> Case:
         key = (draws.seed, draws.choice, draws.position)
         if rng.integers(2):
             return _split(gumbel_of_vocabulary(*key, vocab + int(rng.integers(9)))[:, :vocab])
-        ids = torch.from_numpy(rng.permutation(vocab))
+        ids = rng.tensor(rng.permutation(vocab))
         return _split(gumbel(*key, ids)[:, ids.argsort()])
 
-    return Case("gumbel", ("gumbel", "gumbel_of_vocabulary"), ROWS, compute)
+    return Case("gumbel", ("gumbel", "gumbel_of_vocabulary"), ROWS, compute, rng.device)
 
 
 def _draw(rng: Rng) -> Case:
@@ -255,7 +330,7 @@ def _draw(rng: Rng) -> Case:
         cut = last_kept(x, draws.temperature, draws.top_k, draws.top_p, draws.limits)
         return _split(cut, draw(x, draws.temperature, draws.min_p, draws.seed, draws.choice, draws.position, cut))
 
-    return Case("draw and last_kept", ("draw", "last_kept"), ROWS, compute)
+    return Case("draw and last_kept", ("draw", "last_kept"), ROWS, compute, rng.device)
 
 
 def _pick(rng: Rng) -> Case:
@@ -264,21 +339,21 @@ def _pick(rng: Rng) -> Case:
     def compute(chosen: Sequence[int], rng: Rng) -> Outputs:
         return _split(pick(laid_out(logits[chosen], rng), rows.select(chosen)))
 
-    return Case("pick", ("pick",), ROWS, compute)
+    return Case("pick", ("pick",), ROWS, compute, rng.device)
 
 
 def _pick_candidates(rng: Rng) -> Case:
     """Candidates come in any order."""
     scores, rows = randn(rng, ROWS, 16), _sampling_rows(rng)
-    ids = torch.from_numpy(np.stack([rng.permutation(3001)[:16] for _ in range(ROWS)]))
+    ids = rng.tensor(np.stack([rng.permutation(3001)[:16] for _ in range(ROWS)]))
 
     def compute(chosen: Sequence[int], rng: Rng) -> Outputs:
-        order = torch.from_numpy(rng.permutation(16))
+        order = rng.tensor(rng.permutation(16))
         candidates = ids[chosen][:, order]
         index = pick_candidates(scores[chosen][:, order], candidates, rows.select(chosen))
         return _split(candidates.gather(1, index.unsqueeze(1)))
 
-    return Case("pick_candidates", ("pick_candidates", "draw_candidates"), ROWS, compute)
+    return Case("pick_candidates", ("pick_candidates", "draw_candidates"), ROWS, compute, rng.device)
 
 
 def _name(dtype: torch.dtype) -> str:
