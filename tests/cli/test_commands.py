@@ -98,8 +98,9 @@ def test_help_says_what_is_not_used_without_speculation(capsys: pytest.CaptureFi
 
 def test_selfcheck_passes_on_this_machine(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     cases = paceline.selfcheck.all_cases()[:2]
-    monkeypatch.setattr(paceline.selfcheck, "all_cases", lambda: cases)
-    shown = output(capsys, "selfcheck")
+    monkeypatch.setattr(paceline.selfcheck, "all_cases", lambda device: cases)
+    shown = output(capsys, "selfcheck", "--device", "cpu")
+    assert shown.startswith("The arithmetic of the engine, pl-") and "device=cpu" in shown.splitlines()[0]
     assert shown.count("  ok  ") == len(cases) + 3
     assert all(case.name in shown for case in cases)
     assert shown.splitlines()[-1].startswith("OK: ")
@@ -115,7 +116,7 @@ def test_selfcheck_fails_when_an_operation_or_the_pair_does(
         return [failure]
 
     monkeypatch.setattr(paceline.selfcheck, "run_all", run_all)
-    monkeypatch.setattr(selfcheck, "_tokens", lambda dtype, speculation, lanes: [[1, 2 + (lanes == 3 and speculation)]])
+    monkeypatch.setattr(selfcheck, "_tokens", lambda options, speculation, lanes: [[1, 2 + (lanes == 3 and speculation)]])
     shown = output(capsys, "selfcheck", status=1)
     assert "FAIL linear" in shown and "item 3" in shown
     assert shown.count("  ok  ") == 2 and "FAIL speculation on, 3 lanes" in shown

@@ -102,6 +102,7 @@ def test_a_command_line_that_cannot_be_read_is_status_2(
         (["serve", "--draft", ""], ["drafter", "empty"]),
         (["generate", "hi", "--model", ""], ["target", "empty"]),
         (["selfcheck", "--dtype", "int3"], ["dtype", "int3", "bfloat16"]),
+        (["selfcheck", "--device", "tpu"], ["device", "tpu", "cpu"]),
         (["generate", "hi", "--top-p", "2"], ["top_p", "1", "2"]),
         (["generate", "hi", "--temperature", "nan"], ["temperature", "nan"]),
         (["generate", "hi", "--device", "tpu"], ["device", "tpu", "cpu"]),

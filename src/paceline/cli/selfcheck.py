@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from paceline.cli.options import DEFAULTS, Dtype, Level, LogLevel, start_logging
+from paceline.cli.options import DEFAULTS, Device, Dtype, Level, LogLevel, start_logging
 from paceline.config import EngineOptions
 
 if TYPE_CHECKING:
@@ -18,22 +18,31 @@ _PROMPTS = (
 _MAX_TOKENS = 24
 
 
-def selfcheck(dtype: Dtype = DEFAULTS.dtype, log_level: Level = LogLevel.WARNING) -> int:
+def selfcheck(device: Device = DEFAULTS.device, dtype: Dtype = DEFAULTS.dtype, log_level: Level = LogLevel.WARNING) -> int:
     """Check that Paceline's law holds on this machine.
 
     The law: a request's tokens do not depend on other requests, nor on speculation. First every operation is tried on random
     batches; then the demo pair, without and with speculation, at one lane and at three. The exit status is 0 if all bits and
     all tokens are equal, else 1. Takes a minute or two.
     """
-    EngineOptions(dtype=dtype)  # refuses a bad one now, not after the minute that the cases take
+    options = EngineOptions(device=device, dtype=dtype)  # refuses a bad one now, not after the minute that the cases take
     start_logging(log_level)
+    from paceline.engine.arithmetic import configure, describe, fingerprint, resolve_device
     from paceline.selfcheck import all_cases, run_all
 
-    cases = all_cases()
-    print(f"{len(cases)} cases of the operations, each alone and in batches of every size and order:", flush=True)
+    place = resolve_device(device)
+    configure(place)
+    arithmetic = describe(options)
+    print(f"The arithmetic of the engine, {fingerprint(arithmetic)}: {arithmetic}", flush=True)
+    cases = all_cases(place)
+    where = "GPU" if place.type == "cuda" else "CPU"
+    print(
+        f"{len(cases)} cases of the operations on the {where}, each alone and in batches of every size and order:",
+        flush=True,
+    )
     failed = len(run_all(_show, cases=cases))
-    print("The demo pair, end to end:", flush=True)
-    failed += _law(dtype)
+    print(f"The demo pair on the {where}, end to end:", flush=True)
+    failed += _law(options)
     if failed:
         print(f"FAILED: {failed} checks. On this machine a request's tokens may depend on other requests.")
         return 1
@@ -47,19 +56,19 @@ def _show(outcome: Outcome) -> None:
         print(f"       {outcome.violation}", flush=True)
 
 
-def _law(dtype: str) -> int:
+def _law(options: EngineOptions) -> int:
     """The number of ways to run the prompts that differ from plain decoding at one lane."""
-    expected = _tokens(dtype, speculation=False, lanes=1)
+    expected = _tokens(options, speculation=False, lanes=1)
     failed = 0
     for speculation, lanes in ((False, 3), (True, 1), (True, 3)):
-        equal = _tokens(dtype, speculation=speculation, lanes=lanes) == expected
+        equal = _tokens(options, speculation=speculation, lanes=lanes) == expected
         failed += not equal
         name = f"speculation {'on' if speculation else 'off'}, {lanes} lane{'s' * (lanes > 1)}"
         print(f"  {'ok  ' if equal else 'FAIL'} {name}: the tokens of plain decoding at one lane", flush=True)
     return failed
 
 
-def _tokens(dtype: str, *, speculation: bool, lanes: int) -> list[list[int]]:
+def _tokens(options: EngineOptions, *, speculation: bool, lanes: int) -> list[list[int]]:
     """Half of the prompts greedy, half sampled: the law makes no difference between them."""
     from paceline.engine.llm import LLM
     from paceline.types import SamplingParams
@@ -68,5 +77,6 @@ def _tokens(dtype: str, *, speculation: bool, lanes: int) -> list[list[int]]:
         SamplingParams(temperature=0.7 * (index % 2), seed=index, max_tokens=_MAX_TOKENS) for index in range(len(_PROMPTS))
     ]
     prompts = [[{"role": "user", "content": text}] for text in _PROMPTS]
-    with LLM(dtype=dtype, speculation=speculation, max_concurrency=lanes, max_ctx=512) as llm:
+    device, dtype = options.device, options.dtype
+    with LLM(device=device, dtype=dtype, speculation=speculation, max_concurrency=lanes, max_ctx=512) as llm:
         return [result.tokens for result in llm.generate(prompts, sampling)]
