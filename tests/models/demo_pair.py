@@ -43,10 +43,11 @@ def pair(
     window: int | None = None,
     sliding: tuple[bool, ...] | None = None,
     pool_tokens: int | None = None,
+    device: torch.device = CPU,
 ) -> Pair:
     """``window`` and ``sliding`` replace the drafter's own; a lane has room for ``pool_tokens / lanes`` tokens."""
-    target = load_target(dtype)
-    model = load_drafter(dtype, window, sliding)
+    target = load_target(dtype, device)
+    model = load_drafter(dtype, window, sliding, device)
     shape = StateShape(
         target=target.config,
         drafter=model.config,
@@ -55,28 +56,30 @@ def pair(
         pool_tokens=pool_tokens or lanes * (MAX_CTX + model.config.block_size),
         cache_type_k=cache_type,
         cache_type_v=cache_type,
-        draft_cache_type="f32",
+        draft_cache_type="f16" if device.type == "cuda" else "f32",
     )
-    pool = StatePool(shape, key_head_of(target.config), CPU)
+    pool = StatePool(shape, key_head_of(target.config), device)
     return Pair(target, DFlashDrafter(model, target), pool)
 
 
 @cache
-def load_target(dtype: torch.dtype) -> Qwen35:
+def load_target(dtype: torch.dtype, device: torch.device = CPU) -> Qwen35:
     checkpoint = open_target(DEMO_TARGET)
     model = Qwen35(checkpoint.config, dtype)
-    fill(model, checkpoint)
+    fill(model, checkpoint, device)
     model.finish(MAX_CTX + PAGE_SIZE)
     return model
 
 
 @cache
-def load_drafter(dtype: torch.dtype, window: int | None, sliding: tuple[bool, ...] | None) -> DFlash:
+def load_drafter(
+    dtype: torch.dtype, window: int | None, sliding: tuple[bool, ...] | None, device: torch.device = CPU
+) -> DFlash:
     checkpoint = open_drafter(DEMO_DRAFTER)
     config: DrafterConfig = checkpoint.config
     config = replace(config, sliding_window=window or config.sliding_window, sliding=sliding or config.sliding)
     model = DFlash(config, dtype)
-    fill(model, checkpoint)
+    fill(model, checkpoint, device)
     model.finish(MAX_CTX + PAGE_SIZE)
     return model
 

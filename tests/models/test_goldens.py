@@ -1,126 +1,25 @@
 """The demo pair against its goldens: greedy tokens of ``transformers`` and drafts of ``dflash``, both in float32.
 
 A foreign float32 implementation may choose otherwise where the two best logits are close, so tokens are compared at the
-steps with a margin of at least 0.1. The walk below re-synchronises at every step: what is fed is always the golden path.
+steps with a margin of at least 0.1.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-import torch
-from demo_pair import Pair, goldens, greedy_request, pair
+from demo_pair import goldens, pair
+from golden_walk import LANES, Walk, walk_all
 
 from paceline import LLM, SamplingParams
-from paceline.engine.plan import VerifySpan
-from paceline.models.qwen35 import Hidden
-from paceline.ops.topk import argmax
-from paceline.state.pool import Half, SpanRows
-from paceline.types import Request
 
 MARGIN = 0.1
-LANES = 10
-
-
-@dataclass(slots=True)
-class Walk:
-    """One golden being walked: ``picks`` by step, and what the drafter proposed and would have kept, by round."""
-
-    golden: dict[str, Any]
-    request: Request
-    lane: int
-    picks: dict[int, set[int]] = field(default_factory=dict)
-    drafts: list[list[int]] = field(default_factory=list)
-    keeps: list[int] = field(default_factory=list)
-    step: int = 0
-
-    @property
-    def path(self) -> list[int]:
-        return self.golden["tokens"]
-
-    @property
-    def done(self) -> bool:
-        return self.step == len(self.path) - 1
-
-    def add_picks(self, first: int, picks: Sequence[int]) -> None:
-        for step, pick in enumerate(picks, first):
-            self.picks.setdefault(step, set()).add(pick)
 
 
 @pytest.fixture(scope="module")
 def walks() -> list[Walk]:
-    """All goldens, ten lanes at a time, through packed forwards."""
-    everything = pair(lanes=LANES)
-    with torch.inference_mode():
-        return [
-            walk for start in range(0, 40, LANES) for walk in walk_together(everything, goldens()[start : start + LANES])
-        ]
-
-
-def walk_together(everything: Pair, rows: list[dict[str, Any]]) -> Iterator[Walk]:
-    walks = []
-    for golden in rows:
-        request = greedy_request(golden["prompt_tokens"], len(golden["tokens"]))
-        lane = everything.pool.admit(len(request.prompt) + request.max_tokens)
-        assert lane is not None
-        walks.append(Walk(golden, request, lane))
-    prefill(everything, walks)
-    while live := [walk for walk in walks if not walk.done]:
-        verify(everything, live)
-        everything.pool.check()
-    for walk in walks:
-        everything.pool.release(walk.lane)
-    yield from walks
-
-
-def forward(everything: Pair, tokens: list[int], half: Half | None) -> Hidden:
-    assert half is not None
-    hidden, features = everything.target(torch.tensor(tokens), half.batch, half.target, everything.drafter.taps)
-    assert features is not None
-    everything.drafter.project(features, half.batch, half.context)
-    return hidden
-
-
-def prefill(everything: Pair, walks: list[Walk]) -> None:
-    txn = everything.pool.begin([SpanRows(walk.lane, 0, len(walk.request.prompt), "prefill") for walk in walks])
-    hidden = forward(everything, [token for walk in walks for token in walk.request.prompt], txn.prefill)
-    assert txn.prefill is not None
-    batch = txn.prefill.batch
-    last = everything.target.logits(hidden.rows(batch.starts + batch.span_lengths - 1))
-    for walk, pick in zip(walks, argmax(last).tolist(), strict=True):
-        walk.add_picks(0, [pick])
-    everything.pool.commit(txn, txn.prefill.batch.lengths)
-
-
-def verify(everything: Pair, live: list[Walk]) -> None:
-    """One round: ask the drafter; feed the anchor and as many golden tokens as it would have drafted; keep of them what
-    its own drafts would have kept."""
-    block = everything.drafter.block_size
-    spans, lengths = [], []
-    for walk in live:
-        start = len(walk.request.prompt) + walk.step
-        spans.append(VerifySpan(walk.request, walk.lane, start, walk.path[walk.step], block - 1))
-        lengths.append(min(block, len(walk.path) - 1 - walk.step))
-    txn = everything.pool.begin(
-        [SpanRows(s.lane, s.start, n, "decode", drafting=True) for s, n in zip(spans, lengths, strict=True)]
-    )
-    proposals = everything.drafter.propose(spans, everything.pool).tolist()
-    fed = [walk.path[walk.step : walk.step + n] for walk, n in zip(live, lengths, strict=True)]
-    hidden = forward(everything, [token for tokens in fed for token in tokens], txn.decode)
-    picks = argmax(everything.target.logits(hidden)).split(lengths)
-    keeps = []
-    for walk, drafts, length, picked in zip(live, proposals, lengths, picks, strict=True):
-        coming = walk.path[walk.step + 1 :]
-        accepted = next((i for i, (a, b) in enumerate(zip(drafts, coming, strict=False)) if a != b), length - 1)
-        walk.drafts.append(drafts)
-        walk.keeps.append(min(accepted + 1, length))
-        walk.add_picks(walk.step + 1, picked.tolist())
-        walk.step += walk.keeps[-1]
-        keeps.append(walk.keeps[-1])
-    everything.pool.commit(txn, keeps)
+    return walk_all(pair(lanes=LANES))
 
 
 def test_picks_equal_the_golden_tokens_wherever_the_margin_decides(walks: list[Walk]) -> None:
