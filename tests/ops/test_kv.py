@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from paceline.batch import pack
 from paceline.config import CACHE_TYPES, PAGE_SIZE, CacheType
-from paceline.ops.kv import PagedTensor, allocate_pages, bytes_per_token, read_pages, write_rows
+from paceline.ops.kv import PagedTensor, StagedRows, allocate_pages, bytes_per_token, read_pages, write_kept, write_rows
 
 CPU = torch.device("cpu")
 SLOTS = torch.tensor([5, 47, 16, 0, 31])
@@ -64,3 +65,24 @@ def test_bytes_per_token(kind: CacheType) -> None:
     cache = allocate_pages(kind, 3, 2, 64, CPU)
     stored = cache.data.nbytes + (cache.scale.nbytes if cache.scale is not None else 0)
     assert bytes_per_token(kind, 2, 64) * 3 * PAGE_SIZE == stored
+
+
+def test_kept_rows_go_where_their_lane_has_its_pages() -> None:
+    batch, keep = pack("decode", [3, 2], [15, 40], CPU, [1, 0]), torch.tensor([2, 9])
+    values, table = randn(5, 1, 32), torch.tensor([[9, 9, 4], [2, 3, 9]])
+    cache = allocate_pages("f32", 10, 1, 32, CPU)
+    write_kept([StagedRows(cache, values, table)], keep, batch)
+    stored = {(2, 15): 0, (3, 0): 1, (4, 8): 3, (4, 9): 4}
+    for (page, offset), row in stored.items():
+        assert torch.equal(cache.data[page, offset], values[row])
+        cache.data[page, offset] = 0.0
+    assert not cache.data.any()
+
+
+def test_a_ring_holds_the_last_of_the_kept_rows() -> None:
+    rows, ring = 5 * PAGE_SIZE, 2 * PAGE_SIZE
+    batch, table = pack("prefill", [rows], [0], CPU), torch.tensor([[1, 2, 1, 2, 1]])
+    values, cache = randn(rows, 1, 32), allocate_pages("f32", 3, 1, 32, CPU)
+    write_kept([StagedRows(cache, values, table, ring)], torch.tensor([rows - 3]), batch)
+    last = torch.arange(rows - 3 - ring, rows - 3)
+    assert torch.equal(cache.data[table[0, last // PAGE_SIZE], last % PAGE_SIZE], values[last])

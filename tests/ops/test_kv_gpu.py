@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from paceline.batch import facts, pack, unpack
 from paceline.config import CACHE_TYPES, PAGE_SIZE, CacheType
-from paceline.ops.kv import PagedTensor, allocate_pages, write_rows
+from paceline.ops.kv import PagedTensor, StagedRows, allocate_pages, write_kept, write_rows
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
@@ -62,3 +63,29 @@ def test_slots_behind_two_gigabytes() -> None:
     cache = allocate_pages("q8_0", pages, 4, 256, torch.device("cuda"))
     write_rows(cache, torch.tensor([pages * PAGE_SIZE - 1], device="cuda"), torch.ones(1, 4, 256, device="cuda"))
     assert (cache.data[-1, -1] == 127).all() and not cache.data[-1, :-1].any() and not cache.data[0].any()
+
+
+@pytest.mark.parametrize("kind", CACHE_TYPES)
+def test_kept_rows_of_many_caches(kind: CacheType) -> None:
+    """Against the reference, which gets the batch without the padding. Some values are slices of wider rows."""
+    lengths, bases, lanes, kept = [5, 70, 3], [30, 64, 0], [2, 0, 3], [2, 70, 3]
+    rows, ring = sum(lengths), 2 * PAGE_SIZE
+    table = torch.randperm(5 * 10, dtype=torch.int32).view(5, 10)
+    rings = torch.arange(5 * 2, dtype=torch.int32).view(5, 2).repeat(1, 5)
+    values = torch.randn(3, rows + 4, 2, 2, 64, generator=torch.Generator().manual_seed(0))
+    padded = torch.from_numpy(facts(lengths, bases, lanes, rows + 4, 5, 4)).cuda()
+    for device, batch, keep in (
+        ("cpu", pack("decode", lengths, bases, torch.device("cpu"), lanes), torch.tensor(kept)),
+        ("cuda", unpack("decode", padded, [70] * 5, [64] * 5, rows + 4, 5), torch.tensor([*kept, 1, 1], device="cuda")),
+    ):
+        caches = [allocate_pages(kind, 50, 2, 64, torch.device(device)) for _ in range(6)]
+        staged = []
+        for index, cache in enumerate(caches):
+            of_cache = values.to(device)[index // 2, : batch.num_rows, index % 2]
+            part = of_cache.contiguous() if index < 2 else of_cache
+            staged.append(StagedRows(cache, part, (rings if index % 3 else table).to(device), ring if index % 3 else None))
+        write_kept(staged, keep, batch)
+        if device == "cpu":
+            expected = caches
+    assert all(equal(got, want) for got, want in zip(caches, expected, strict=True))
+    assert caches[0].data.any()

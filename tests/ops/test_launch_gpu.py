@@ -16,7 +16,7 @@ from paceline.ops.activation import gated_heads, swiglu
 from paceline.ops.attention import attention, attention_inputs
 from paceline.ops.conv import advance_history, dynamic_conv
 from paceline.ops.gdn import ReplayLog, gdn_inputs, gdn_replay, gdn_verify
-from paceline.ops.kv import PagedTensor, allocate_pages, write_rows
+from paceline.ops.kv import PagedTensor, StagedRows, allocate_pages, write_kept, write_rows
 from paceline.ops.linear import Merged, PackedWeight, Rows, TiledWeight, linear, linears, merge, pack
 from paceline.ops.norm import add_rms_norm, gated_output, rms_norm
 from paceline.ops.quant import dequantize_rows
@@ -77,6 +77,7 @@ class Round:
         width = 1 + (max(BASES) + ROWS) // PAGE_SIZE
         self.pages = torch.randperm(LANES * width, device=DEVICE, dtype=torch.int32).view(LANES, width)
         self.k, self.v = (self.filled(LANES * width, seed) for seed in (5, 6))
+        self.context = self.filled(LANES * width, 11)
         self.angles = randn(ROWS, 1, HALF, seed=7), randn(ROWS, 1, HALF, seed=8)
         self.per_head = 1.0 + 0.1 * randn(HEAD_DIM)
         self.codebooks = randn(VOCAB, 64, seed=9), randn(VOCAB, 64, seed=10)
@@ -111,7 +112,9 @@ class Round:
         logits = linear(n, self.head, "decode")
         gdn_replay(self.state, self.log.k, self.log.d, self.log.g, self.keep, self.head_map, self.batch)
         advance_history(self.history, self.log.raw, self.keep, self.batch)
-        stored = [part.data[self.pages[: LANES - 1]] for part in (self.k, self.v)]
+        values = rms_norm(x, 1e3 * self.norm, EPS)[:, : KV_HEADS * HEAD_DIM].unflatten(1, (KV_HEADS, HEAD_DIM))
+        write_kept([StagedRows(self.context, values, self.pages)], self.keep, self.batch)
+        stored = [part.data[self.pages[: LANES - 1]] for part in (self.k, self.v, self.context)]
         return [self.state, self.history, *stored, *self.picks(x[:REAL], logits[:REAL])]
 
     def walk(self, n: Tensor | Rows, layer: int) -> Tensor:
@@ -137,7 +140,9 @@ class Round:
         cut = last_kept(logits, temperature, *self.limits, TOP_K)
         drawn = draw(logits, temperature, torch.zeros_like(temperature), seed, choice, position, cut)
         n = rms_norm(x, 1e3 * self.norm, EPS)
-        mixed = dynamic_conv(n.unflatten(0, (2, -1)), self.base_kernel, n[:, :16].reshape(2, -1, 2, 8)).flatten(0, 1)
+        mixed = dynamic_conv(n.unflatten(0, (2, -1)), self.base_kernel, n[:, :16].reshape(2, -1, 2, 8))
+        assert isinstance(mixed, Tensor)
+        mixed = mixed.flatten(0, 1)
         turned = apply_rope(mixed.unflatten(1, (-1, HEAD_DIM)), (self.angles[0][:REAL], self.angles[1][:REAL]))
         scores, ids = (part.unflatten(0, (2, -1)) for part in top_k(logits, 16))
         query = mixed[:, :64].reshape(2, -1, 64)

@@ -22,7 +22,7 @@ from paceline.ops.attention import attention
 from paceline.ops.conv import advance_history, causal_conv, conv_history
 from paceline.ops.dispatch import uses_kernels
 from paceline.ops.gdn import CHUNK_PLAN, ReplayLog, chunk_facts, gdn_inputs, gdn_prefill, gdn_replay, gdn_verify
-from paceline.ops.kv import PagedTensor, allocate_pages, write_rows
+from paceline.ops.kv import PagedTensor, StagedRows, allocate_pages, write_kept, write_rows
 from paceline.ops.norm import l2_norm
 from paceline.selfcheck.case import Case, Outputs, Rng, laid_out, randn
 from paceline.transfer import to_device
@@ -43,7 +43,7 @@ def lane_cases(device: torch.device) -> list[Case]:
     rng = Rng(2, device)
     kinds: tuple[RowKind, ...] = ("decode", "prefill")
     cases = [_conv(rng, kind) for kind in kinds] + [_gdn_inputs(rng, kind) for kind in kinds]
-    cases += [_gdn_verify(rng), _gdn_prefill(rng)]
+    cases += [_gdn_verify(rng), _gdn_prefill(rng), _kept_rows(rng)]
     for cache in CACHE_TYPES:
         # on a GPU everything is compiled first, and windows are the drafter's, whose keys are float16 there
         for window in (None,) if uses_kernels(device) and cache != "f16" else (None, 70):
@@ -348,6 +348,27 @@ def _filled_with_nan(pages: PagedTensor, rng: Rng) -> PagedTensor:
         pages.data.copy_(rng.tensor(rng.integers(-127, 128, pages.data.shape)))
         pages.scale.fill_(torch.nan)
     return pages
+
+
+def _kept_rows(rng: Rng) -> Case:
+    """What a commit stores of spans whose last rows may have been rejected."""
+    lanes = _Lanes("decode", _VERIFY_ROWS, _DECODE_BASES, 1, _MOST_REJECTED)
+    k, v = ([randn(rng, n, 2, 64) for n in _VERIFY_ROWS] for _ in range(2))
+
+    def compute(chosen: Sequence[int], rng: Rng) -> Outputs:
+        ends = {lane: _DECODE_BASES[lane] + _VERIFY_ROWS[lane] for lane in chosen}
+        pages = _Cache("q8_0", 2, 64, {lane: end + _MOST_REJECTED for lane, end in ends.items()}, rng)
+        for turn in lanes.turns(chosen, rng):
+            places = rng.tensor(rng.permutation(turn.batch.num_spans + 2)[: turn.batch.num_spans])
+            table = pages.table(places, [piece.lane for piece in turn.pieces], rng)
+            staged = [StagedRows(cache, turn.gather(x), table) for cache, x in ((pages.k, k), (pages.v, v))]
+            keep = turn.keep()
+            write_kept(staged, keep, replace(turn.batch, lanes=places))
+        slots = [pages.slots(lane, _DECODE_BASES[lane], ends[lane]) for lane in chosen]
+        parts = [part for cache in (pages.k, pages.v) for part in (cache.data, cache.scale) if part is not None]
+        return [tuple(part.flatten(0, 1)[at] for part in parts) for at in slots]
+
+    return Case("write_kept", ("write_kept",), len(_VERIFY_ROWS), compute, rng.device)
 
 
 def _attention(

@@ -18,7 +18,7 @@ from paceline.batch import PackedBatch, pack
 from paceline.config import CHUNK_SIZE, PAGE_SIZE
 from paceline.ops.conv import advance_history
 from paceline.ops.gdn import ReplayLog, gdn_replay
-from paceline.ops.kv import PagedTensor, allocate_pages, write_rows
+from paceline.ops.kv import PagedTensor, StagedRows, allocate_pages, write_kept
 from paceline.state.pages import DUMMY_PAGE, PageAllocator
 from paceline.state.shapes import StateShape, pages_for
 from paceline.transfer import to_device
@@ -221,22 +221,17 @@ class StatePool:
         self._open = None
 
     def _write_context(self, half: Half, keep: Tensor) -> None:
-        """Store the drafter context rows among the first ``keep`` [S] of each span; the others go to the dummy page, and so
-        do, in a run longer than the ring, all but the last ring's worth."""
-        drafter, batch = self.shape.drafter, half.batch
+        """Store the drafter context rows among the first ``keep`` [S] of each span."""
+        drafter, staged = self.shape.drafter, []
         if drafter is None or not half.context:
             return
-        behind = batch.row_offsets() - keep[batch.row_span]  # negative in rows that are kept
         for layer, view in enumerate(half.context):
             assert view.k is not None and view.v is not None, "the forward left no drafter context"
-            sliding = drafter.sliding[layer]
-            key = ("kept slots", sliding)
-            if key not in batch.plans:
-                stored = (behind < 0) & (behind >= -self.shape.ring_pages * PAGE_SIZE) if sliding else behind < 0
-                slots = batch.slots(self.ring_table if sliding else self.table)
-                batch.plans[key] = torch.where(stored, slots, DUMMY_PAGE * PAGE_SIZE)
-            write_rows(self.draft_k[layer], batch.plans[key], view.k)
-            write_rows(self.draft_v[layer], batch.plans[key], view.v)
+            ring = self.shape.ring_pages * PAGE_SIZE if drafter.sliding[layer] else None
+            table = self.table if ring is None else self.ring_table
+            staged.append(StagedRows(self.draft_k[layer], view.k, table, ring))
+            staged.append(StagedRows(self.draft_v[layer], view.v, table, ring))
+        write_kept(staged, keep, half.batch)
 
     # -- views ---------------------------------------------------------------------------------------------------------
 

@@ -1,15 +1,21 @@
-"""Writing K/V rows in Triton: one program per row, rounded as the reference does on a CPU (IEEE division, ties to even)."""
+"""Writing K/V rows in Triton: one program per row and cache. Rounded as the reference does on a CPU: IEEE division, ties to
+even."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from paceline.ops.kv.ref import PagedTensor
+from paceline.batch import PackedBatch
+from paceline.config import PAGE_SIZE
+from paceline.ops.kv.ref import PagedTensor, StagedRows
 from paceline.ops.launch import await_turn, pdl
 
 _GROUP = tl.constexpr(32)
+_PAGE = tl.constexpr(PAGE_SIZE)
 _ROUNDER = tl.constexpr(1.5 * 2.0**23)
 """Adding it to a float32 below 2^22 leaves no room for a fraction, so the sum is rounded to an integer, ties to even."""
 
@@ -18,7 +24,7 @@ def write_rows(cache: PagedTensor, slots: Tensor, values: Tensor) -> None:
     values = values.contiguous()
     rows, heads, dim = values.shape
     if rows:
-        padded = max(_GROUP.value, triton.next_power_of_2(heads * dim))
+        padded = _padded(heads * dim)
         _write[rows,](
             cache.data, cache.scale, slots, values, WIDTH=heads * dim, PADDED=padded, num_warps=4, **pdl(values.device)
         )
@@ -31,6 +37,74 @@ def _write(data, scale, slots, values, WIDTH: tl.constexpr, PADDED: tl.constexpr
     at = tl.arange(0, PADDED)
     value = tl.load(values + row * WIDTH + at, mask=at < WIDTH, other=0.0)
     store_groups(data, scale, tl.load(slots + row).to(tl.int64) * WIDTH, value, WIDTH, PADDED)
+
+
+def write_kept(staged: Sequence[StagedRows], keep: Tensor, batch: PackedBatch) -> None:
+    rows, heads, dim = staged[0].values.shape
+    values = tuple(x if x.stride()[1:] == (dim, 1) else x.contiguous() for x in (part.values for part in staged))
+    tables = tuple(part.page_table for part in staged)
+    if rows:
+        _write_kept[rows, len(staged)](
+            tuple(part.cache.data for part in staged),
+            tuple(part.cache.scale for part in staged),
+            values,
+            tuple(x.stride(0) for x in values),
+            tables,
+            tuple(table.stride(0) for table in tables),
+            batch.lanes,
+            batch.row_span,
+            batch.positions,
+            batch.span_bases,
+            batch.span_lengths,
+            keep,
+            RINGS=tuple(part.ring or 0 for part in staged),
+            PARTS=len(staged),
+            WIDTH=heads * dim,
+            PADDED=_padded(heads * dim),
+            num_warps=4,
+            **pdl(keep.device),
+        )
+
+
+def _padded(width: int) -> int:
+    return max(_GROUP.value, triton.next_power_of_2(width))
+
+
+@triton.jit(do_not_specialize_on_alignment=["lanes", "row_span", "positions", "bases", "lengths", "keep"])
+def _write_kept(
+    data,
+    scales,
+    values,
+    strides,
+    tables,
+    table_strides,
+    lanes,
+    row_span,
+    positions,
+    bases,
+    lengths,
+    keep,
+    RINGS: tl.constexpr,
+    PARTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PADDED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    await_turn(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    span, position = tl.load(row_span + row), tl.load(positions + row)
+    behind = position - tl.load(bases + span) - tl.minimum(tl.load(keep + span), tl.load(lengths + span))
+    lane = tl.load(lanes + span)
+    at = tl.arange(0, PADDED)
+    for part in tl.static_range(PARTS):
+        stored = (tl.program_id(1) == part) & (behind < 0)
+        if RINGS[part] > 0:
+            stored = stored & (behind >= -RINGS[part])
+        if stored:
+            page = tl.load(tables[part] + lane * table_strides[part] + position // _PAGE).to(tl.int64)
+            value = tl.load(values[part] + row * strides[part] + at, mask=at < WIDTH, other=0.0)
+            first = (page * _PAGE + position % _PAGE) * WIDTH
+            store_groups(data[part], scales[part], first, value, WIDTH, PADDED)
 
 
 @triton.jit

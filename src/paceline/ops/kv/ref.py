@@ -5,11 +5,13 @@ Values are rounded to the stored type once, on writing; every reader sees the st
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from paceline.batch import PackedBatch
 from paceline.config import PAGE_SIZE, CacheType
 
 _DENSE: dict[str, torch.dtype] = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
@@ -22,6 +24,17 @@ class PagedTensor:
 
     data: Tensor
     scale: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class StagedRows:
+    """Rows [N, heads, D] float32 that are to be stored in ``cache``, by a table [L, P] of every lane's pages. ``ring``: how
+    many rows a lane's pages hold where they are used again and again, None where there is a page for every position."""
+
+    cache: PagedTensor
+    values: Tensor
+    page_table: Tensor
+    ring: int | None = None
 
 
 def allocate_pages(kind: CacheType, pages: int, heads: int, dim: int, device: torch.device) -> PagedTensor:
@@ -51,6 +64,16 @@ def write_rows(cache: PagedTensor, slots: Tensor, values: Tensor) -> None:
     levels = torch.where(divisor > 0, groups / divisor, torch.zeros_like(groups)).round().clamp(-127, 127)
     data[slots] = levels.to(torch.int8).flatten(-2)
     cache.scale.view(-1, *cache.scale.shape[2:])[slots] = scale
+
+
+def write_kept(staged: Sequence[StagedRows], keep: Tensor, batch: PackedBatch) -> None:
+    """Store the rows among the first ``keep`` [S] of each span, in place, each in its cache. Of more than a ring's worth the
+    last are stored. The caches and the values are of one shape and type, but for the number of pages."""
+    kept = keep.minimum(batch.span_lengths)
+    behind = batch.row_offsets() - kept[batch.row_span]  # negative in rows that are kept
+    for part in staged:
+        stored = (behind < 0) if part.ring is None else (behind < 0) & (behind >= -part.ring)
+        write_rows(part.cache, batch.slots(part.page_table)[stored], part.values[stored])
 
 
 def read_pages(cache: PagedTensor, pages: Tensor) -> Tensor:
