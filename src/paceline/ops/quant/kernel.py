@@ -34,7 +34,7 @@ def dequantize_rows(q: QuantTensor, row_ids: Tensor, dtype: torch.dtype = torch.
     if q.qtype not in _BYTES or len(q.shape) != 2:
         return ref.dequantize_rows(q, row_ids, dtype)
     rows, columns = q.shape
-    data, ids = q.data.contiguous(), row_ids.flatten()
+    data, ids = q.data.contiguous(), row_ids.flatten().contiguous()
     out = torch.empty(len(ids), columns, dtype=dtype, device=data.device)
     if len(ids):
         _dequantize_rows[len(ids), triton.cdiv(columns, _STEP.value)](
