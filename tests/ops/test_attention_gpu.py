@@ -355,7 +355,8 @@ class Heads:
         slots = torch.randperm(10 * PAGE_SIZE, device="cuda")[: len(chosen)]
         heads, angles = self.split(self.product[chosen]), self.table.at(self.positions[chosen])
         q = attention_inputs(*heads, self.q_weight, self.k_weight, 1e-6, angles, pools[0], pools[1], slots)
-        return q, *(stored_rows(pool, slots) for pool in pools), slots
+        k, v = (stored_rows(pool, slots) for pool in pools)
+        return q, k, v, slots
 
 
 @pytest.mark.parametrize("cache", CACHE_TYPES)
@@ -398,8 +399,9 @@ def test_inputs_write_no_other_slot() -> None:
     heads = Heads(TARGET, 64)
     pools = [allocate_pages("q8_0", 2, 4, 256, torch.device("cuda")) for _ in range(2)]
     slots = torch.tensor([3, 17, 30], device="cuda")
+    rows = heads.split(heads.product[:3])
     angles = heads.table.at(heads.positions[:3])
-    attention_inputs(*heads.split(heads.product[:3]), heads.q_weight, heads.k_weight, 1e-6, angles, *pools, slots)
+    attention_inputs(*rows, heads.q_weight, heads.k_weight, 1e-6, angles, pools[0], pools[1], slots)
     for pool in pools:
         assert pool.scale is not None
         for stored in (pool.data, pool.scale):
