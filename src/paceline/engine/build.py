@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,7 +75,9 @@ def build(options: EngineOptions, drafter: Drafter | None = None) -> EngineParts
     graphs = None
     if device.type == "cuda" and options.cuda_graphs:
         graphs = Graphs(target, drafter, pool)
-        policy.seed(*graphs.costs())
+        draft, verify = graphs.costs()
+        policy.seed(draft, verify)
+        _log_costs(draft, verify)
     if device.type == "cuda" and options.expand_weights:
         _expand(target, model, free_memory(device) - scratch_bytes(shape, options, device))
     scheduler = Scheduler(
@@ -166,6 +169,13 @@ def _load(model: Qwen35 | DFlash, checkpoint: Checkpoint[Any], device: torch.dev
             stored / 2**30,
             time.perf_counter() - started,
         )
+
+
+def _log_costs(draft: Mapping[int, float], verify: Mapping[tuple[int, int], float]) -> None:
+    (few, least), (many, most) = (min(verify.items()), max(verify.items()))
+    log.info("a verify forward takes %.2f ms for %d rows, %.2f ms for %d", 1e3 * least, few[1], 1e3 * most, many[1])
+    if draft:
+        log.info("a draft forward takes %.2f ms for 1 lane, %.2f ms for %d", 1e3 * draft[1], 1e3 * draft[max(draft)], max(draft))
 
 
 def _expand(target: Qwen35, drafter: DFlash | None, room: int) -> None:

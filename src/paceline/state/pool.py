@@ -111,6 +111,7 @@ class StatePool:
         width = pages_for(shape.max_ctx + shape.draft_rows)
         self._table = np.full((lanes, width), DUMMY_PAGE, np.int32)
         self.table = to_device(self._table, device)
+        self._table_changed = False
         self.ring_table = to_device(_rings(shape, width), device)
 
     # -- lanes ---------------------------------------------------------------------------------------------------------
@@ -135,6 +136,7 @@ class StatePool:
         assert self._open is None, "release inside a transaction"
         self.allocator.give_back(self._lanes.pop(lane).pages)
         self._table[lane] = DUMMY_PAGE
+        self._table_changed = True
         self._free_lanes.append(lane)
 
     def committed(self, lane: int) -> int:
@@ -150,13 +152,18 @@ class StatePool:
         try:
             for span in spans:
                 self._reserve(span)
-            self.table = to_device(self._table, self.device, self.table)
+            self._send_table()
             if packed:
                 txn.decode, txn.prefill = self._half("decode"), self._half("prefill")
         except Exception:
             self.abort(txn)
             raise
         return txn
+
+    def _send_table(self) -> None:
+        if self._table_changed:
+            to_device(self._table, self.device, self.table)
+            self._table_changed = False
 
     def _reserve(self, span: SpanRows) -> None:
         """Give the lane pages for the rows of its span."""
@@ -166,8 +173,10 @@ class StatePool:
         rows = max(span.length, self.shape.draft_rows if span.drafting else 0)
         missing = min(self.shape.reserve(span.start + span.length), pages_for(span.start + rows)) - len(lane.pages)
         assert len(lane.pages) + missing <= lane.reserved, "a lane outgrew its reservation"
-        lane.pages += self.allocator.take(max(0, missing))
-        self._table[span.lane, : len(lane.pages)] = lane.pages
+        if missing > 0:
+            lane.pages += self.allocator.take(missing)
+            self._table[span.lane, : len(lane.pages)] = lane.pages
+            self._table_changed = True
 
     def commit(self, txn: Txn, keep: Sequence[int]) -> None:
         """Make the first ``keep[i]`` rows of span i part of its lane's state, everything together."""
@@ -215,9 +224,11 @@ class StatePool:
         for span in self._open.spans:
             lane = self._lanes[span.lane]
             used = pages_for(lane.committed)
-            self.allocator.give_back(lane.pages[used:])
-            del lane.pages[used:]
-            self._table[span.lane, used:] = DUMMY_PAGE
+            if used < len(lane.pages):
+                self.allocator.give_back(lane.pages[used:])
+                del lane.pages[used:]
+                self._table[span.lane, used:] = DUMMY_PAGE
+                self._table_changed = True
         self._open = None
 
     def _write_context(self, half: Half, keep: Tensor) -> None:
