@@ -175,7 +175,8 @@ def _log_costs(draft: Mapping[int, float], verify: Mapping[tuple[int, int], floa
     (few, least), (many, most) = (min(verify.items()), max(verify.items()))
     log.info("a verify forward takes %.2f ms for %d rows, %.2f ms for %d", 1e3 * least, few[1], 1e3 * most, many[1])
     if draft:
-        log.info("a draft forward takes %.2f ms for 1 lane, %.2f ms for %d", 1e3 * draft[1], 1e3 * draft[max(draft)], max(draft))
+        lanes = max(draft)
+        log.info("a draft forward takes %.2f ms for 1 lane, %.2f ms for %d", 1e3 * draft[1], 1e3 * draft[lanes], lanes)
 
 
 def _expand(target: Qwen35, drafter: DFlash | None, room: int) -> None:
