@@ -43,6 +43,10 @@ CASES = [
     replace(ON, name="on, 3 lanes, auto policy, every other request plain", lanes=3, draft_policy="auto", mixed=True),
     replace(ON, name="on, 6 lanes, auto policy, random drafter", lanes=6, draft_policy="auto", drafter="random"),
     replace(ON, name="on, 6 lanes, window 64, 3 drafts", lanes=6, draft_swa=64, draft_block_size=4),
+    replace(OFF, name="off, 1 lane, adjusted", adjusted=True),
+    replace(
+        ON, name="on, 6 lanes, adjusted, drafts vary", tokens_of="off, 1 lane, adjusted", adjusted=True, vary=True, lanes=6
+    ),
     *against_itself(replace(ON, lanes=6, cache_type_k="f32", cache_type_v="f32"), "f32", lanes=2),
     *against_itself(replace(ON, lanes=6, cache_type_k="f16", cache_type_v="f16"), "f16", lanes=2),
     *against_itself(replace(ON, lanes=6, cache_type_k="bf16", cache_type_v="bf16"), "bf16", lanes=2),

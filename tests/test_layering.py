@@ -16,7 +16,7 @@ LAYERS = [
     ["transfer"],
     ["batch"],
     ["ops"],
-    ["views", "sampling", "accept", "text", "messages"],
+    ["views", "sampling", "penalties", "accept", "text", "messages"],
     ["models", "weights", "state"],
     ["engine"],
     ["bench", "selfcheck"],

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import secrets
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -25,6 +25,9 @@ class SamplingParams:
 
     ``temperature`` 0 is argmax. ``top_k`` 0 or -1, ``top_p`` 1 and ``min_p`` 0 switch the filters off. ``seed`` is taken
     modulo 2**64; ``None`` draws one, which the result reports. ``max_tokens`` ``None`` runs to the end of the context.
+    ``presence_penalty`` and ``frequency_penalty`` count generated tokens, ``repetition_penalty`` those of the prompt too.
+    ``logit_bias`` maps token ids to what is added. Until ``min_tokens`` are generated nothing that ends the answer is drawn.
+    ``banned_token_ids`` never are; where ``allowed_token_ids`` are given, only they. See ``paceline.penalties``.
     """
 
     temperature: float = 1.0
@@ -36,11 +39,18 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    min_tokens: int = 0
+    banned_token_ids: tuple[int, ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
-        for name in ("stop", "stop_token_ids"):
+        for name in ("stop", "stop_token_ids", "banned_token_ids", "allowed_token_ids"):
             value = getattr(self, name)
             if not isinstance(value, Iterable) or isinstance(value, (str, bytes)):
                 raise InvalidRequest(f"{name} must be a list or a tuple, got {value!r}", param=name)
@@ -55,8 +65,18 @@ class SamplingParams:
             _integer("max_tokens", self.max_tokens, 1, None)
         if any(not isinstance(text, str) or not text for text in self.stop):
             raise InvalidRequest("stop must hold non-empty strings", param="stop")
-        for token in self.stop_token_ids:
-            _integer("stop_token_ids", token, 0, None)
+        for name in ("stop_token_ids", "banned_token_ids", "allowed_token_ids"):
+            for token in getattr(self, name):
+                _integer(name, token, 0, None)
+        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _number("repetition_penalty", self.repetition_penalty, 0.0, 10.0, low_open=True)
+        _integer("min_tokens", self.min_tokens, 0, self.max_tokens)
+        if not isinstance(self.logit_bias, Mapping):
+            raise InvalidRequest(f"logit_bias must map token ids to numbers, got {self.logit_bias!r}", param="logit_bias")
+        for token, bias in self.logit_bias.items():
+            _integer("logit_bias", token, 0, None)
+            _number("logit_bias", bias, -100.0, 100.0)
         if not isinstance(self.ignore_eos, bool):
             raise InvalidRequest(f"ignore_eos must be true or false, got {self.ignore_eos!r}", param="ignore_eos")
 
@@ -80,6 +100,49 @@ def _integer(name: str, value: object, low: int | None, high: int | None) -> Non
 
 
 @dataclass(frozen=True, slots=True)
+class Adjustments:
+    """What of a request's sampling changes logits before a token is drawn (``paceline.penalties``). ``prompt_ids`` are the
+    prompt's tokens, each once, where the repetition penalty wants them; ``allowed`` is empty where all are."""
+
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    prompt_ids: tuple[int, ...] = ()
+    bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
+    banned: tuple[int, ...] = ()
+    allowed: tuple[int, ...] = ()
+
+    @property
+    def penalises(self) -> bool:
+        """Whether earlier tokens matter."""
+        return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
+
+    @classmethod
+    def of(cls, prompt: Sequence[int], sampling: SamplingParams, vocab_size: int) -> Adjustments | None:
+        """None where nothing changes. ``InvalidRequest`` names the field of a token that is not in the vocabulary."""
+        ids = {
+            "logit_bias": tuple(sampling.logit_bias),
+            "banned_token_ids": sampling.banned_token_ids,
+            "allowed_token_ids": sampling.allowed_token_ids,
+        }
+        for name, tokens in ids.items():
+            for token in tokens:
+                _integer(name, token, 0, vocab_size - 1)
+        made = cls(
+            presence_penalty=sampling.presence_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            repetition_penalty=sampling.repetition_penalty,
+            prompt_ids=tuple(sorted(set(prompt))) if sampling.repetition_penalty != 1.0 else (),
+            bias=tuple(sorted((token, float(bias)) for token, bias in sampling.logit_bias.items() if bias)),
+            min_tokens=sampling.min_tokens,
+            banned=tuple(sorted(set(sampling.banned_token_ids))),
+            allowed=tuple(sorted(set(sampling.allowed_token_ids))),
+        )
+        return None if made == cls() else made
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """What the engine is asked for: token ids in, token ids out. Stop *strings* live on the text side, which cancels."""
 
@@ -93,6 +156,7 @@ class Request:
     max_tokens: int
     stop_ids: frozenset[int] = frozenset()
     speculate: bool = True
+    adjust: Adjustments | None = None
 
     @classmethod
     def create(cls, prompt: Sequence[int], sampling: SamplingParams, info: EngineInfo) -> Request:
@@ -110,6 +174,7 @@ class Request:
             seed=secrets.randbits(64) if sampling.seed is None else sampling.seed % SEED_MODULUS,
             max_tokens=room if sampling.max_tokens is None else min(sampling.max_tokens, room),
             stop_ids=frozenset((*ends, *sampling.stop_token_ids)),
+            adjust=Adjustments.of(prompt, sampling, info.vocab_size),
         )
 
 

@@ -55,6 +55,14 @@ SAMPLING = (
     SamplingParams(temperature=0.7, top_k=200, top_p=0.95, min_p=0.05),
 )
 """Prompt i is sampled by entry i modulo 6, with a seed of its own."""
+ADJUSTMENTS: tuple[dict[str, Any], ...] = (
+    {"repetition_penalty": 1.2},
+    {"presence_penalty": 0.8, "frequency_penalty": 0.3},
+    {"logit_bias": dict.fromkeys(range(200, 260), -4.0), "min_tokens": 16},
+    {"frequency_penalty": -0.5, "banned_token_ids": tuple(range(190, 230))},
+    {},
+)
+"""Of prompt i, in the cases that are about them: entry i modulo 5."""
 _PATIENCE_SECONDS = 300.0
 """Without one emission in this time, an engine counts as hung."""
 
@@ -147,6 +155,8 @@ def run_case(parts: EngineParts, case: Case, prompts: Prompts) -> Answers:
 
 def _request(case: Case, index: int, prompt: tuple[int, ...], info: EngineInfo) -> Request:
     params = replace(SAMPLING[index % len(SAMPLING)], seed=-index, max_tokens=case.max_tokens)
+    if case.adjusted:
+        params = replace(params, **ADJUSTMENTS[index % len(ADJUSTMENTS)])
     speculate = not case.mixed or index % 2 == 0
     return replace(Request.create(prompt, params, info), id=str(index), speculate=speculate)
 

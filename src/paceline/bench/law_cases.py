@@ -23,8 +23,9 @@ class Case:
     A case that is compared with nothing is a reference. ``whole`` asks the whole workload, else two fifths of it.
     ``drafter``: the one in the file, the same with random weights, or a script that has as many drafts right as its turn
     says. ``neighbours`` lets the requests arrive at random among others that are cancelled; ``mixed`` has every other
-    request go without speculation; ``vary`` draws the number of drafts anew before each round. The policy is ``fixed`` but
-    where it is the thing tested: acceptances are compared, and an ``auto`` one's depend on how long rounds took.
+    request go without speculation; ``adjusted`` gives the requests penalties, biases and bans; ``vary`` draws the number of
+    drafts anew before each round. The policy is ``fixed`` but where it is the thing tested: acceptances are compared, and an
+    ``auto`` one's depend on how long rounds took.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Case:
     neighbours: bool = False
     mixed: bool = False
     vary: bool = False
+    adjusted: bool = False
 
     def options(self) -> EngineOptions:
         return EngineOptions(
@@ -81,6 +83,7 @@ def table() -> list[Case]:
         part,
         *_schedules(replace(part, keeps_of=part.name)),
         *_drafting(part),
+        *_adjusted(replace(part, adjusted=True)),
         *_arithmetics(part),
     ]
 
@@ -137,6 +140,19 @@ def _drafting(part: Case) -> list[Case]:
         cases.append(replace(drafting, name=single, lanes=1))
         cases.append(replace(drafting, name=f"on, 6 lanes, {name}", keeps_of=single))
     return cases
+
+
+def _adjusted(part: Case) -> list[Case]:
+    """Penalties, biases and bans, with and without drafts."""
+    base = "off, 1 lane, adjusted"
+    case = replace(part, tokens_of=base)
+    return [
+        replace(case, name=base, tokens_of=None, lanes=1, speculation=False),
+        replace(case, name="on, 1 lane, adjusted", lanes=1),
+        replace(case, name="on, 6 lanes, adjusted"),
+        replace(case, name="on, 6 lanes, adjusted, drafts vary, neighbours", vary=True, neighbours=True),
+        replace(case, name="on, 6 lanes, adjusted, random drafter", drafter="random"),
+    ]
 
 
 def _arithmetics(part: Case) -> list[Case]:

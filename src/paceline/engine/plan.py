@@ -16,6 +16,8 @@ class VerifySpan:
     start: int
     anchor: int
     drafts: int
+    generated: tuple[int, ...] = ()
+    """All tokens generated so far, the anchor included, where the request's adjustments ask for them."""
 
     @property
     def length(self) -> int:

@@ -22,6 +22,7 @@ from paceline.engine.prompts import prefill_forward, prompt_inputs
 from paceline.engine.rows import sampling_rows
 from paceline.engine.synthetic import SyntheticAcceptance
 from paceline.models.qwen35 import Qwen35
+from paceline.penalties import Row, adjusted
 from paceline.sampling import pick
 from paceline.state.pool import SpanRows, StatePool, Txn
 from paceline.transfer import to_device
@@ -100,7 +101,8 @@ class Runner:
             logits = verify_forward(self.target, self.drafter, tokens, inputs.half)
         txn.decode = inputs.half
         draws = [(span.request, span.start + row + 1) for span in spans for row in range(span.length)]
-        picks = pick(logits[: len(draws)], sampling_rows(draws, logits.device))
+        logits = adjusted(logits[: len(draws)], _adjusted_rows(spans), tokens)
+        picks = pick(logits, sampling_rows(draws, logits.device))
         return self._accept(spans, inputs, tokens, picks)
 
     def _accept(self, spans: Sequence[VerifySpan], inputs: DecodeInputs, tokens: Tensor, picks: Tensor) -> Verdict:
@@ -130,7 +132,8 @@ class Runner:
         ends = np.cumsum([span.length for span in spans]) - 1
         rows = to_device(ends[final], self.pool.device)
         draws = [(spans[index].request, len(spans[index].request.prompt)) for index in final]
-        return pick(self.target.logits(hidden.rows(rows)), sampling_rows(draws, rows.device))
+        fresh = [Row(at, request, ()) for at, (request, _) in enumerate(draws) if request.adjust]
+        return pick(adjusted(self.target.logits(hidden.rows(rows)), fresh), sampling_rows(draws, rows.device))
 
 
 def _read(
@@ -143,6 +146,17 @@ def _read(
     keep, grid, firsts = read[:spans], read[spans : spans * (1 + width)], iter(read[spans * (1 + width) :])
     tokens = tuple(tuple(grid[i * width : i * width + kept]) for i, kept in enumerate(keep))
     return tokens, tuple(next(firsts) if span.final else None for span in round.prefill)
+
+
+def _adjusted_rows(spans: Sequence[VerifySpan]) -> list[Row]:
+    """Row i of a span has its first i drafts before it, which are the inputs of the rows behind the first."""
+    rows, first = [], 0
+    for span in spans:
+        if span.request.adjust is not None:
+            behind = range(first, first + span.length)
+            rows += [Row(index, span.request, span.generated, (first + 1, index + 1)) for index in behind]
+        first += span.length
+    return rows
 
 
 def _verify_rows(span: VerifySpan) -> SpanRows:

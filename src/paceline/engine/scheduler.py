@@ -126,7 +126,14 @@ class Scheduler:
         kind = "probe" if self.policy.probing else "drafting" if any(drafts) else "plain"
         self._decode_rounds[kind] += 1
         return tuple(
-            VerifySpan(sequence.request, sequence.lane, sequence.position, sequence.tokens[-1], count)
+            VerifySpan(
+                sequence.request,
+                sequence.lane,
+                sequence.position,
+                sequence.tokens[-1],
+                count,
+                tuple(sequence.tokens) if sequence.request.adjust else (),
+            )
             for sequence, count in zip(decoding, drafts, strict=True)
         )
 
