@@ -112,7 +112,16 @@ def test_sampling_fields_arrive() -> None:
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"logprobs": True}, "logprobs"),
-        ({"presence_penalty": 0.1}, "presence_penalty"),
+        ({"presence_penalty": 2.1}, "presence_penalty"),
+        ({"frequency_penalty": "much"}, "frequency_penalty"),
+        ({"repeat_penalty": 0}, "repetition_penalty"),
+        ({"repeat_penalty": 1.1, "repetition_penalty": 1.2}, "repeat_penalty"),
+        ({"logit_bias": {"a": 1}}, "logit_bias"),
+        ({"logit_bias": {"3": 101}}, "logit_bias"),
+        ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias"),
+        ({"min_tokens": 9, "max_tokens": 8}, "min_tokens"),
+        ({"allowed_token_ids": [1.5]}, "allowed_token_ids"),
+        ({"banned_token_ids": 3}, "banned_token_ids"),
     ],
     ids=str,
 )
@@ -213,3 +222,21 @@ def test_what_is_not_a_json_object_is_refused(body: bytes) -> None:
 
 def test_a_json_object_is_read() -> None:
     assert parse_json(json.dumps({"a": [1, "ü"]}).encode()) == {"a": [1, "ü"]}
+
+
+def test_penalties_biases_and_bans() -> None:
+    sampling = parse_chat(
+        chat(
+            presence_penalty=0.5,
+            frequency_penalty=-1,
+            repeat_penalty=1.1,
+            logit_bias={"7": -100, "12": 2.5},
+            min_tokens=3,
+            max_tokens=9,
+            banned_token_ids=[1, 2],
+            allowed_token_ids=[3, 4],
+        )
+    ).sampling
+    assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) == (0.5, -1, 1.1)
+    assert sampling.logit_bias == {7: -100, 12: 2.5} and (sampling.min_tokens, sampling.max_tokens) == (3, 9)
+    assert sampling.banned_token_ids == (1, 2) and sampling.allowed_token_ids == (3, 4)

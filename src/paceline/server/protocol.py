@@ -22,6 +22,8 @@ MAX_STOP_LENGTH = 4096
 """Characters in one stop string. Together the two limits bound what a request can cost the event loop per character."""
 MAX_STOP_TOKENS = 1024
 """Token ids in ``stop_token_ids``."""
+MAX_TOKEN_IDS = 1024
+"""Token ids in ``logit_bias``, ``banned_token_ids`` and ``allowed_token_ids``."""
 MAX_PROMPTS = 128
 """Prompts in one /v1/completions request."""
 
@@ -88,13 +90,15 @@ _SHARED: dict[str, FieldRule] = {
     "prompt_cache_key": NEUTRAL,
     "cache_prompt": NEUTRAL,
     "n": Only((1,)),
-    "presence_penalty": Only((0,)),
-    "frequency_penalty": Only((0,)),
-    "repetition_penalty": Only((1,)),
-    "repeat_penalty": Only((1,)),
-    "logit_bias": Only(({},)),
+    "presence_penalty": SUPPORTED,
+    "frequency_penalty": SUPPORTED,
+    "repetition_penalty": SUPPORTED,
+    "repeat_penalty": SUPPORTED,
+    "logit_bias": SUPPORTED,
+    "min_tokens": SUPPORTED,
+    "allowed_token_ids": SUPPORTED,
+    "banned_token_ids": SUPPORTED,
     "response_format": Only(({"type": "text"},)),
-    "min_tokens": Only((0,)),
     "use_beam_search": Only((False,)),
     "length_penalty": Only((1,)),
     "include_stop_str_in_output": Only((False,)),
@@ -214,15 +218,42 @@ def _same(value: object, allowed: object) -> bool:
 
 
 def _sampling(body: Mapping[str, Any]) -> SamplingParams:
-    names = ("temperature", "top_p", "top_k", "min_p", "seed")
+    names = ("temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty")
     given = {name: body[name] for name in names if body.get(name) is not None}
     sampling = SamplingParams(
         **given,
         stop=_stop(body.get("stop")),
-        stop_token_ids=_stop_token_ids(body),
+        stop_token_ids=_token_ids(body, "stop_token_ids", MAX_STOP_TOKENS),
+        banned_token_ids=_token_ids(body, "banned_token_ids", MAX_TOKEN_IDS),
+        allowed_token_ids=_token_ids(body, "allowed_token_ids", MAX_TOKEN_IDS),
         ignore_eos=_flag(body, "ignore_eos"),
+        logit_bias=_logit_bias(body),
+        **_repetition(body),
     )
-    return _limit(sampling, body)
+    limited = _limit(sampling, body)
+    return limited if body.get("min_tokens") is None else replace(limited, min_tokens=body["min_tokens"])
+
+
+def _repetition(body: Mapping[str, Any]) -> dict[str, Any]:
+    """llama-server calls it ``repeat_penalty``."""
+    given = [(name, body[name]) for name in ("repetition_penalty", "repeat_penalty") if body.get(name) is not None]
+    if len(given) == 2 and given[0][1] != given[1][1]:
+        raise InvalidRequest(
+            f"repetition_penalty is {given[0][1]!r} and repeat_penalty is {given[1][1]!r}; they mean the same",
+            param="repeat_penalty",
+        )
+    return {"repetition_penalty": given[0][1]} if given else {}
+
+
+def _logit_bias(body: Mapping[str, Any]) -> dict[int, Any]:
+    """JSON's keys are strings; ``SamplingParams`` checks the numbers."""
+    given = _expect(dict, body, "logit_bias") or {}
+    if len(given) > MAX_TOKEN_IDS:
+        raise InvalidRequest(f"logit_bias may hold {MAX_TOKEN_IDS} tokens, got {len(given)}", param="logit_bias")
+    for key in given:
+        if not (key.isascii() and key.isdigit() and len(key) < 10):
+            raise InvalidRequest(f"logit_bias maps token ids to numbers, {key!r} is no token id", param="logit_bias")
+    return {int(key): value for key, value in given.items()}
 
 
 def _limit(sampling: SamplingParams, body: Mapping[str, Any]) -> SamplingParams:
@@ -259,11 +290,11 @@ def _stop(value: object) -> tuple[str, ...]:
     return tuple(stops)
 
 
-def _stop_token_ids(body: Mapping[str, Any]) -> tuple[int, ...]:
+def _token_ids(body: Mapping[str, Any], name: str, most: int) -> tuple[int, ...]:
     """The list as a tuple; ``SamplingParams`` checks the ids."""
-    ids = _expect(list, body, "stop_token_ids") or []
-    if len(ids) > MAX_STOP_TOKENS:
-        raise InvalidRequest(f"stop_token_ids may hold {MAX_STOP_TOKENS} token ids, got {len(ids)}", param="stop_token_ids")
+    ids = _expect(list, body, name) or []
+    if len(ids) > most:
+        raise InvalidRequest(f"{name} may hold {most} token ids, got {len(ids)}", param=name)
     return tuple(ids)
 
 
