@@ -236,7 +236,7 @@ def test_a_model_without_a_template_only_completes(server: Running) -> None:
         ({"temperature": "hot"}, "temperature"),
         ({"n": 3}, "n"),
         ({"frobnicate": 1}, "frobnicate"),
-        ({"frequency_penalty": 1}, "frequency_penalty"),
+        ({"frequency_penalty": 3}, "frequency_penalty"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]"),
         ({"stop_token_ids": [99]}, "stop_token_ids"),
     ],
