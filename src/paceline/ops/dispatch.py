@@ -13,14 +13,15 @@ import torch
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-Implementation = Literal["ref", "portable"]
+Implementation = Literal["ref", "portable", "kernel"]
 
 _forced: ContextVar[Implementation | None] = ContextVar("forced", default=None)
 
 
 def uses_kernels(device: torch.device) -> bool:
     """Whether ops on tensors of ``device`` run as kernels."""
-    return device.type == "cuda" and _forced.get() != "ref"
+    forced = _forced.get()
+    return forced == "kernel" or (device.type == "cuda" and forced != "ref")
 
 
 def uses_special_kernels() -> bool:
@@ -48,7 +49,8 @@ def by_device(reference: Function, kernel_module: str) -> Function:
 
 @contextmanager
 def force(implementation: Implementation) -> Iterator[None]:
-    """Run the references on every device, or only kernels that run on every GPU, to compare with."""
+    """Run the references on every device, or only kernels that run on every GPU, to compare with; or kernels on a CPU too,
+    which Triton's interpreter can."""
     token = _forced.set(implementation)
     try:
         yield

@@ -186,7 +186,7 @@ def _mixed(
     """Some channels of the row of a block that x points to."""
     total = tl.zeros(at.shape, tl.float32)
     for tap in tl.static_range(TAPS):
-        reached = (at < CHANNELS) & (row >= tap)
+        reached = (at < CHANNELS) & (row + 0 * at >= tap)  # as vectors: the interpreter does not mix masks with scalars
         fixed = tl.load(base + tap * CHANNELS + at, mask=reached, other=0.0)
         kernel = fixed + tl.load(dynamic + tap * TAP_STRIDE + at // GROUP, mask=reached, other=0.0)
         total = tl.fma(kernel, tl.load(x - tap * CHANNELS + at, mask=reached, other=0.0), total)

@@ -117,7 +117,7 @@ def _select(
     columns = blocks[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     inside = (blocks[:, None] < num_blocks) & (columns < vocab)
     x = tl.load(logits + row * stride + columns, mask=inside, other=float("-inf"))
-    rest = tl.reshape(tl.where(inside, order_key(numbers(x), columns), _NONE), [SLOTS * WIDTH], can_reorder=True)
+    rest = tl.reshape(tl.where(inside, order_key(numbers(x), columns), _NONE), [SLOTS * WIDTH])
     for slot in range(K):
         top = tl.max(rest, axis=0)
         rest = tl.where(rest == top, _NONE, rest)

@@ -1,0 +1,192 @@
+"""The Triton kernels under Triton's interpreter, on a CPU, against the references: small shapes, where Triton is installed.
+
+The interpreter computes with numpy, so bits differ; what is found here are wrong indices, masks and formulas.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from block_data import random_blocks
+from torch import Tensor
+
+if importlib.util.find_spec("triton") is None or torch.cuda.is_available():
+    pytest.skip("needs Triton, and no GPU, where the kernels themselves are tested", allow_module_level=True)
+os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported, which the ops do on first use
+
+from paceline.batch import PackedBatch, facts, pack, unpack
+from paceline.config import PAGE_SIZE, CacheType
+from paceline.ops.activation import gated_heads, swiglu
+from paceline.ops.attention import attention, attention_inputs
+from paceline.ops.conv import advance_history, causal_conv, conv_history, dynamic_conv
+from paceline.ops.dispatch import force
+from paceline.ops.gdn import gdn_inputs, gdn_prefill, gdn_replay, gdn_verify
+from paceline.ops.kv import PagedTensor, allocate_pages, write_rows
+from paceline.ops.linear import TiledWeight, linear
+from paceline.ops.linear import pack as pack_weight
+from paceline.ops.norm import add_rms_norm, gated_output, rms_norm
+from paceline.ops.quant import dequantize, dequantize_rows
+from paceline.ops.rope import RopeTable, apply_rope
+from paceline.ops.sample import draw
+from paceline.ops.topk import argmax, top_k
+from paceline.types import RowKind
+
+CPU = torch.device("cpu")
+LENGTHS, BASES, LANES = [3, 1, 5], [20, 70, 0], [2, 0, 3]
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> Iterator[None]:
+    torch.manual_seed(0)
+    yield
+
+
+def batch_of(kind: RowKind = "decode", padded: bool = False) -> PackedBatch:
+    """Three spans; padded, the tensors hold two empty ones of lane 4 more, and two rows of theirs."""
+    if not padded:
+        return pack(kind, LENGTHS, BASES, CPU, LANES)
+    rows, spans = sum(LENGTHS) + 2, len(LENGTHS) + 2
+    packed = torch.from_numpy(facts(LENGTHS, BASES, LANES, rows, spans, spare_lane=4))
+    return unpack(kind, packed, [max(LENGTHS)] * spans, [96] * spans, rows, spans)
+
+
+def both(op: Callable[..., Any], *arguments: Any, **keywords: Any) -> tuple[Any, Any]:
+    """(what the kernel gives, what the reference gives)."""
+    with force("kernel"):
+        ours = op(*arguments, **keywords)
+    return ours, op(*arguments, **keywords)
+
+
+def close(got: Tensor, expected: Tensor, limit: float = 2e-5) -> None:
+    assert got.shape == expected.shape
+    error = (got.double() - expected.double()).abs().max().item() if got.numel() else 0.0
+    assert error <= limit * max(1.0, expected.abs().max().item()), f"error {error}"
+
+
+@pytest.mark.parametrize("qtype", ["IQ4_XS", "Q4_K", "Q5_K", "Q6_K", "Q8_0", "F32"])
+def test_decode_product(qtype: str) -> None:
+    stored = random_blocks(qtype, 150, 512)
+    with force("kernel"):
+        weight = pack_weight(stored, torch.float16, CPU)
+        x = torch.randn(5, 512) * torch.tensor([[1.0], [1e6], [1e-7], [1.0], [3.0]])
+        got, alone = linear(x, weight, "decode"), linear(x[3:4], weight, "decode")
+    assert isinstance(weight, TiledWeight)
+    expected = x.double() @ dequantize(stored).double().T
+    error = (got - expected).norm(dim=1) / (x.double().norm(dim=1) * dequantize(stored).double().norm(dim=1).mean())
+    assert error.max() < 2e-3 and torch.equal(got[3:4], alone)
+
+
+@pytest.mark.parametrize("qtype", ["IQ4_XS", "Q4_K", "Q5_K", "Q6_K", "Q8_0"])
+def test_embedding_rows(qtype: str) -> None:
+    stored = random_blocks(qtype, 40, 512)
+    ours, reference = both(dequantize_rows, stored, torch.tensor([3, 39, 0, 3]))
+    close(ours, reference, 1e-6)
+
+
+def filled(kind: CacheType, heads: int, dim: int) -> PagedTensor:
+    cache = allocate_pages(kind, 24, heads, dim, CPU)
+    write_rows(cache, torch.arange(24 * PAGE_SIZE), torch.randn(24 * PAGE_SIZE, heads, dim))
+    return cache
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(("kind", "cache", "causal", "window"), [
+    ("decode", "q8_0", True, None), ("decode", "f16", False, 40), ("prefill", "q8_0", True, None)
+])  # fmt: skip
+def test_attention(kind: RowKind, cache: CacheType, causal: bool, window: int | None, padded: bool) -> None:
+    k, v, table = filled(cache, 2, 64), filled(cache, 2, 64), torch.randperm(24)[: 4 * 6].view(4, 6).int()
+    table = torch.cat((table, torch.zeros(1, 6, dtype=torch.int32)))
+    exact, batch = batch_of(kind), batch_of(kind, padded)
+    q = torch.randn(batch.num_rows, 4, 64)
+    options: dict[str, Any] = {"scale": 0.125, "causal": causal, "window": window}
+    expected = attention(q[: exact.num_rows], k, v, table, exact, **options)
+    with force("kernel"):
+        got = attention(q, k, v, table, batch, **options)
+    close(got[: exact.num_rows], expected, 3e-3)  # weights and values enter the products in 16 bits
+
+
+@pytest.mark.parametrize("cache", ["q8_0", "f16", "f32"])
+def test_attention_inputs(cache: CacheType) -> None:
+    rows, table = 4, RopeTable(64, 32, 1e4, None, CPU)
+    q, k, v = torch.randn(rows, 3, 64), torch.randn(rows, 2, 64), torch.randn(rows, 2, 64)
+    slots, angles = torch.tensor([5, 40, 1, 17]), table.at(torch.tensor([3, 9, 0, 63]))
+    results = []
+    for run in (force("kernel"), force("ref")):
+        k_pages, v_pages = (allocate_pages(cache, 3, 2, 64, CPU) for _ in range(2))
+        with run:
+            out = attention_inputs(q, k, v, torch.rand(64) * 0 + 1.5, torch.ones(64), 1e-6, angles, k_pages, v_pages, slots)
+        results.append((out, k_pages.data.float(), v_pages.data.float()))
+    for ours, reference in zip(*results, strict=True):
+        close(ours, reference, 1.0 / 127 if cache == "q8_0" else 1e-3)  # a value at the edge of two levels may take either
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_gated_delta_rule(padded: bool) -> None:
+    exact, batch, head_map = batch_of(), batch_of(padded=padded), torch.tensor([0, 1, 0, 1])
+    rows, state, history = exact.num_rows, torch.randn(5, 4, 32, 32), torch.randn(5, 3, 2 * 64 + 128)
+    raw, b, a = torch.randn(batch.num_rows, 256), torch.randn(batch.num_rows, 4), torch.randn(batch.num_rows, 4)
+    rest = (torch.randn(256, 4), -torch.rand(4), torch.rand(4), 2, 32)
+    expected = gdn_inputs(raw[:rows], b[:rows], a[:rows], history, *rest, exact)
+    o, d = gdn_verify(*expected, state, head_map, exact)
+    with force("kernel"):
+        inputs = gdn_inputs(raw, b, a, history, *rest, batch)
+        got_o, got_d = gdn_verify(*inputs, state, head_map, batch)
+    for ours, reference in zip((*inputs, got_o, got_d), (*expected, o, d), strict=True):
+        close(ours[:rows], reference)
+    keep = torch.tensor([2, 1, 4] + [0, 0] * padded)
+    k, delta, g = (torch.stack((x, x)) for x in (inputs.k, got_d, inputs.g))
+    after, moved = [], []
+    for run, at in ((force("kernel"), batch), (force("ref"), exact)):
+        states, histories = torch.stack((state, 2 * state)), torch.stack((history, 2 * history))
+        with run:
+            log = (k[:, : at.num_rows], delta[:, : at.num_rows], g[:, : at.num_rows])
+            gdn_replay(states, *log, keep[: at.num_spans], head_map, at)
+            advance_history(histories, torch.stack((raw, raw)), keep[: at.num_spans], at)
+        after.append(states)
+        moved.append(histories)
+    close(after[0], after[1])
+    assert torch.equal(moved[0], moved[1])
+
+
+def test_prompt_rows_of_the_delta_rule() -> None:
+    lengths = [70, 5]
+    batch, head_map = pack("prefill", lengths, [0, 64], CPU, [1, 0]), torch.tensor([0, 0])
+    q, k = (torch.nn.functional.normalize(torch.randn(75, 1, 32), dim=-1) for _ in range(2))
+    v, beta, g = torch.randn(75, 2, 32), torch.rand(75, 2), -0.2 * torch.rand(75, 2)
+    ours, reference = both(gdn_prefill, q, k, v, beta, g, torch.randn(2, 2, 32, 32), head_map, batch)
+    for got, expected in zip(ours, reference, strict=True):
+        close(got, expected, 1e-4)
+
+
+def test_convolutions() -> None:
+    batch = batch_of()
+    x, history, weight = torch.randn(9, 40), torch.randn(5, 3, 40), torch.randn(40, 4)
+    close(*both(causal_conv, x, history, weight, batch))
+    assert torch.equal(*both(conv_history, x, history, torch.tensor([1, 1, 4]), batch))
+    close(*both(dynamic_conv, torch.randn(2, 4, 64), torch.randn(2, 64), torch.randn(2, 4, 2, 8)))
+
+
+def test_norms_and_gates() -> None:
+    x, delta, weight = torch.randn(4, 300), torch.randn(4, 300), torch.rand(300)
+    close(*both(rms_norm, x, weight, 1e-6))
+    for ours, reference in zip(*both(add_rms_norm, x, delta, weight, 1e-6), strict=True):
+        close(ours, reference)
+    close(*both(gated_output, torch.randn(4, 3, 32), torch.randn(4, 3, 32), torch.rand(32), 1e-6))
+    close(*both(swiglu, x, delta))
+    close(*both(gated_heads, torch.randn(4, 3, 32), torch.randn(4, 3, 32)))
+    close(*both(apply_rope, torch.randn(4, 3, 32), RopeTable(16, 16, 1e4, None, CPU).at(torch.arange(4))))
+
+
+def test_vocabulary() -> None:
+    logits = torch.randn(3, 3000)
+    logits[0, 70] = logits[0, 2900] = 9.0
+    assert torch.equal(*both(argmax, logits))
+    for ours, reference in zip(*both(top_k, logits, 16), strict=True):
+        assert torch.equal(ours, reference)
+    seeds = (torch.tensor([1, 2, 3]), torch.zeros(3, dtype=torch.long), torch.tensor([5, 6, 7]))
+    assert torch.equal(*both(draw, logits, torch.tensor([0.7, 0.0, 1.2]), torch.zeros(3), *seeds))
