@@ -23,6 +23,7 @@ from paceline.engine.policy import make_policy
 from paceline.engine.runner import Runner
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.synthetic import SyntheticAcceptance
+from paceline.engine.warmup import warm_up
 from paceline.engine.window import effective_drafter, window_line
 from paceline.errors import ConfigError
 from paceline.models.dflash import DFlash
@@ -104,8 +105,10 @@ def build(options: EngineOptions, drafter: Drafter | None = None) -> EngineParts
         speculation=drafter is not None,
     )
     _log_start(info, shape, scratch_bytes(shape, options, device), time.perf_counter() - started)
-    stop_searching()
     runner = Runner(target, drafter, pool, graphs=graphs, synthetic=_synthetic(options, drafter), nvtx=options.nvtx)
+    if device.type == "cuda":
+        warm_up(runner)
+    stop_searching()
     return EngineParts(runner, scheduler, info)
 
 

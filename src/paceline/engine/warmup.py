@@ -1,0 +1,57 @@
+"""Rounds that nobody asked for, before the first that somebody does.
+
+Kernels are compiled when they are first launched, and other ones for numbers that are multiples of 16 than for numbers that are
+not; the first requests would wait for that for seconds.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from paceline.engine.plan import PrefillSpan, Round, VerifySpan
+from paceline.engine.runner import Runner
+from paceline.types import Request
+
+log = logging.getLogger("paceline.engine")
+
+_PROMPTS = ((531,), (300, 200, 77), (640, 32))
+"""Longer together than any captured forward, odd and even."""
+_ANSWER = 32
+_SAMPLING = ((0.0, 0, 1.0), (1.0, 0, 1.0), (0.7, 20, 0.9))
+"""temperature, top_k and top_p of the first, the second and the third prompt: every kind of draw."""
+
+
+def warm_up(runner: Runner) -> None:
+    """Read prompts, verify drafts, decode without, and forget it all. Rounds that do not fit the pool are left out."""
+    started = time.perf_counter()
+    for lengths in _PROMPTS:
+        _rounds(runner, [min(length, runner.pool.shape.max_ctx - _ANSWER) for length in lengths[: runner.pool.shape.lanes]])
+    log.info("warmed up in %.1f s", time.perf_counter() - started)
+
+
+def _rounds(runner: Runner, lengths: list[int]) -> None:
+    pool = runner.pool
+    requests, lanes = [], []
+    try:
+        for number, length in enumerate(lengths):
+            lane = pool.admit(length + _ANSWER) if length > 0 else None
+            if lane is None:
+                break
+            lanes.append(lane)
+            temperature, top_k, top_p = _SAMPLING[number]
+            requests.append(Request(f"warm-up {number}", (0,) * length, temperature, top_p, top_k, 0.0, number, _ANSWER))
+        if not lanes:
+            return
+        pairs = list(zip(requests, lanes, strict=True))
+        prompts = tuple(PrefillSpan(request, lane, 0, request.prompt, final=True) for request, lane in pairs)
+        anchors = runner.run(Round((), prompts)).prefill
+        for drafts in (runner.drafter.block_size - 1 if runner.drafter else 0, 0):
+            spans = tuple(
+                VerifySpan(request, lane, pool.committed(lane), anchor or 0, drafts)
+                for (request, lane), anchor in zip(pairs, anchors, strict=True)
+            )
+            runner.run(Round(spans, ()))
+    finally:
+        for lane in lanes:
+            pool.release(lane)
