@@ -1,7 +1,7 @@
 """Rounds that nobody asked for, before the first that somebody does.
 
-Kernels are compiled when they are first launched, and other ones for numbers that are multiples of 16 than for numbers that are
-not; the first requests would wait for that for seconds.
+Kernels are compiled when they are first launched, other ones for multiples of 16 than for numbers that are not; the first
+requests would wait for that for seconds.
 """
 
 from __future__ import annotations
