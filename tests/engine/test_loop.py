@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,12 +15,13 @@ from paceline.bench.law_cases import Case
 from paceline.engine.build import EngineParts
 from paceline.engine.engine import Engine
 from paceline.engine.loop import Cancel, EngineLoop, Message, Stop, Submit
-from paceline.engine.plan import Round, RoundResult
+from paceline.engine.plan import Round, RoundFailed, RoundResult
 from paceline.engine.rows import sampling_rows
 from paceline.engine.runner import Runner
 from paceline.errors import EngineDead
-from paceline.state.pool import Half, SpanRows, StatePool
+from paceline.state.pool import Half, SpanRows, StatePool, Txn
 from paceline.types import Emission, EngineStats, Request, SamplingParams
+from paceline.views import GdnView
 
 CASE = Case("loop", lanes=3, prefill_tokens=64, threads=1)
 VICTIM = "1"
@@ -218,6 +220,56 @@ def test_only_the_lane_that_fails_alone_ends(
     assert run.tokens["0"] == undisturbed["0"] and run.tokens["2"] == undisturbed["2"]
     assert run.tokens[VICTIM] == undisturbed[VICTIM][: len(run.tokens[VICTIM])]
     assert run.stats.requests_finished == {"length": 2, "error": 1}
+
+
+def test_a_failed_round_leaves_no_tensors(
+    parts: EngineParts, prompts: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The round is run again while the exception lives, whose traceback has the frames of everything that was called."""
+    left: list[weakref.ref[torch.Tensor]] = []
+    apply = StatePool.apply
+
+    def fail(self: StatePool, txn: Txn, keep: torch.Tensor) -> None:
+        assert txn.prefill is not None
+        states = [view.new_state for view in txn.prefill.target.layers if isinstance(view, GdnView)]
+        left.extend(weakref.ref(state) for state in states if state is not None)
+        apply(self, txn, keep)
+        raise MemoryError("out of memory")
+
+    monkeypatch.setattr(StatePool, "apply", fail)
+    parts.scheduler.add(request(parts, "0", prompts[0]))
+    round = parts.scheduler.plan()
+    with pytest.raises(RoundFailed) as failure:
+        parts.runner.run(round)
+    assert left and not any(ref() is not None for ref in left), failure
+    parts.scheduler.cancel("0")
+
+
+def test_a_client_that_raises_ends_the_engine_and_no_round_runs_twice(
+    parts: EngineParts, prompts: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Emissions go out when the state has changed already: another try would change it once more."""
+    monkeypatch.setattr(Runner, "ahead", True)
+    rounds: list[Round] = []
+    run = Runner.run
+
+    def counted(self: Runner, round: Round, meanwhile: Callable[[], None] | None = None) -> RoundResult:
+        rounds.append(round)
+        return run(self, round, meanwhile)
+
+    monkeypatch.setattr(Runner, "run", counted)
+    engine = Engine(CASE.options(), parts)
+
+    def sink(emission: Emission) -> None:
+        if emission.tokens:
+            raise ValueError("nobody listens")
+
+    engine.submit(request(parts, "0", prompts[0]), sink)
+    engine._thread.join(timeout=10)
+    assert not engine.alive()
+    with pytest.raises(EngineDead, match="nobody listens"):
+        engine.submit(request(parts, "1", prompts[0]), sink)
+    assert len(set(rounds)) == len(rounds)
 
 
 def test_a_fault_in_drafting_costs_only_speed(

@@ -6,6 +6,7 @@ Nothing waits for the device before the round's results are read, in one copy.
 from __future__ import annotations
 
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
@@ -51,8 +52,9 @@ class Runner:
 
     @torch.inference_mode()
     def run(self, round: Round, meanwhile: Callable[[], None] | None = None) -> RoundResult:
-        """One transaction. On any exception but a lost device the state is as before and ``RoundFailed`` tells the stage.
-        ``meanwhile`` is called when all has been launched and only the results are waited for."""
+        """One transaction. After ``RoundFailed``, which tells the stage, the state is as before. Any other exception ends
+        the engine: the device is lost, or it failed when the state had changed already. ``meanwhile`` is called when all
+        has been launched and only the results are waited for."""
         clock, txn = _Clock(self.pool.device, self.nvtx), None
         try:
             spans = [*map(_verify_rows, round.verify), *map(_prompt_rows, round.prefill)]
@@ -64,17 +66,19 @@ class Runner:
             with clock.stage("prefill"):
                 first = self._prefill(round.prefill, txn)
             with clock.stage("commit"):
+                results = _joined(round, verdict, first)
                 self.pool.apply(txn, verdict.keep)
-            if meanwhile is not None:
-                meanwhile()
-            tokens, firsts = _read(round, verdict, first)
-            self.pool.settle(txn, [*map(len, tokens), *(span.length for span in round.prefill)])
         except Exception as cause:
             if txn is not None:
                 self.pool.abort(txn)
             if isinstance(cause, torch.AcceleratorError):
                 raise  # the device is lost, and with it the state of every lane: the engine ends
+            traceback.clear_frames(cause.__traceback__)  # they hold the round's tensors, and another try needs the memory
             raise RoundFailed(clock.current, cause) from cause
+        if meanwhile is not None:
+            meanwhile()
+        tokens, firsts = _read(round, results, width=verdict.tokens.shape[1])
+        self.pool.settle(txn, [*map(len, tokens), *(span.length for span in round.prefill)])
         return RoundResult(tokens, firsts, clock.times())
 
     def _draft(self, spans: tuple[VerifySpan, ...]) -> Tensor | None:
@@ -136,13 +140,17 @@ class Runner:
         return pick(adjusted(self.target.logits(hidden.rows(rows)), fresh), sampling_rows(draws, rows.device))
 
 
-def _read(
-    round: Round, verdict: Verdict, first: Tensor | None
-) -> tuple[tuple[tuple[int, ...], ...], tuple[int | None, ...]]:
-    """The round's only copy from the device: tokens per verify span, first token per prefill span (None: not its last)."""
-    spans, width = len(round.verify), verdict.tokens.shape[1]
+def _joined(round: Round, verdict: Verdict, first: Tensor | None) -> Tensor:
+    """The round's results in one tensor: what the verify spans keep, their tokens, the first tokens of prompts."""
+    spans = len(round.verify)
     parts = [verdict.keep[:spans], verdict.tokens[:spans].flatten(), *(() if first is None else (first,))]
-    read = torch.cat(parts).tolist()
+    return torch.cat(parts)
+
+
+def _read(round: Round, results: Tensor, width: int) -> tuple[tuple[tuple[int, ...], ...], tuple[int | None, ...]]:
+    """The round's only copy from the device: tokens per verify span, of ``width`` at most, and the first token per prefill
+    span (None: not its last)."""
+    spans, read = len(round.verify), results.tolist()
     keep, grid, firsts = read[:spans], read[spans : spans * (1 + width)], iter(read[spans * (1 + width) :])
     tokens = tuple(tuple(grid[i * width : i * width + kept]) for i, kept in enumerate(keep))
     return tokens, tuple(next(firsts) if span.final else None for span in round.prefill)
@@ -172,7 +180,8 @@ class _Clock:
 
     def __init__(self, device: torch.device, nvtx: bool) -> None:
         self.current = "begin"
-        self._on_gpu, self._nvtx = device.type == "cuda", nvtx
+        self._on_gpu = device.type == "cuda"
+        self._nvtx = nvtx and self._on_gpu
         self._marks: dict[str, tuple[_Mark, _Mark]] = {}
 
     @contextmanager

@@ -219,8 +219,9 @@ class StatePool:
         self._close()
 
     def _close(self) -> None:
-        """Return surplus tail pages and end the transaction."""
+        """Return surplus tail pages and what the forwards left, and end the transaction."""
         assert self._open is not None
+        self._open.decode = self._open.prefill = None
         for span in self._open.spans:
             lane = self._lanes[span.lane]
             used = pages_for(lane.committed)
