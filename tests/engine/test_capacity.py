@@ -13,7 +13,7 @@ import torch
 from paceline.bench import synth_model
 from paceline.config import DEMO_DRAFTER, DEMO_TARGET, DrafterConfig, EngineOptions, TargetConfig
 from paceline.engine import build, capacity
-from paceline.engine.capacity import check_weights, context_limit, plan_state, state_bytes
+from paceline.engine.capacity import check_weights, context_limit, plan_state, room_to_expand, state_bytes
 from paceline.engine.scratch import round_scratch
 from paceline.engine.window import effective_drafter
 from paceline.errors import ConfigError
@@ -218,6 +218,21 @@ def test_scratch_grows_with_what_it_depends_on(large: Large, monkeypatch: pytest
     assert round_scratch(shape, 1024).rows > 1.9 * scratch.rows
     assert round_scratch(replace(shape, lanes=12), 512).states == 2 * scratch.states
     assert round_scratch(replace(shape, max_ctx=1024), 512).attention < scratch.attention / 200
+    assert round_scratch(shape, 512, graphs=False) == replace(scratch, captured=0)
+    # two prefill graphs of four prompts and one of padding: states of 48 heads of 128 x 128 and histories, of 48 layers
+    assert scratch.captured > 2 * 5 * 4 * 48 * (48 * 128 * 128 + 3 * 10_240)
+    assert scratch.captured < 2 * 2**30
+
+
+def test_what_is_expanded_leaves_room_for_graphs_and_rounds(monkeypatch: pytest.MonkeyPatch, large: Large) -> None:
+    with_gpu(monkeypatch, 60)
+    options = EngineOptions(max_ctx=8192)
+    shape = plan_state(options, *large, GPU)
+    assert room_to_expand(shape, options, GPU) == int(0.95 * 60 * GIB) - round_scratch(shape, options.prefill_tokens).total
+    without = replace(options, cuda_graphs=False)
+    assert room_to_expand(shape, without, GPU) - room_to_expand(shape, options, GPU) > 2**30
+    with_gpu(monkeypatch, 1)
+    assert room_to_expand(shape, options, GPU) < 0, "nothing is expanded"
 
 
 def test_a_pool_reserves_the_resolved_block_and_window(monkeypatch: pytest.MonkeyPatch, large: Large) -> None:

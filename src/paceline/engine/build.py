@@ -15,7 +15,7 @@ from torch import nn
 
 from paceline.config import DEMO_DRAFTER, DEMO_TARGET, PAGE_SIZE, DrafterConfig, EngineOptions, TargetConfig
 from paceline.engine.arithmetic import configure, describe, fingerprint, resolve_device, resolve_dtype
-from paceline.engine.capacity import check_weights, context_limit, free_memory, plan_state, scratch_bytes, state_bytes
+from paceline.engine.capacity import check_weights, context_limit, plan_state, room_to_expand, scratch_bytes, state_bytes
 from paceline.engine.drafting import DFlashDrafter, Drafter
 from paceline.engine.graphs import Graphs
 from paceline.engine.memory import keep_freed_memory, stop_searching
@@ -74,13 +74,13 @@ def build(options: EngineOptions, drafter: Drafter | None = None) -> EngineParts
     pool = StatePool(shape, key_head_of(target_file.config), device, verify_rows=block_size)
     policy = make_policy(options.draft_policy)
     graphs = None
+    if device.type == "cuda" and options.expand_weights:  # before graphs are captured, which use what there is then
+        _expand(target, model, room_to_expand(shape, options, device))
     if device.type == "cuda" and options.cuda_graphs:
-        graphs = Graphs(target, drafter, pool)
+        graphs = _capture(target, drafter, pool)
         draft, verify = graphs.costs()
         policy.seed(draft, verify)
         _log_costs(draft, verify)
-    if device.type == "cuda" and options.expand_weights:
-        _expand(target, model, free_memory(device) - scratch_bytes(shape, options, device))
     scheduler = Scheduler(
         pool,
         max_ctx=shape.max_ctx,
@@ -172,6 +172,19 @@ def _load(model: Qwen35 | DFlash, checkpoint: Checkpoint[Any], device: torch.dev
             stored / 2**30,
             time.perf_counter() - started,
         )
+
+
+def _capture(target: Qwen35, drafter: Drafter | None, pool: StatePool) -> Graphs:
+    taken = _allocated(pool.device)
+    try:
+        return Graphs(target, drafter, pool)
+    except torch.OutOfMemoryError as error:
+        room = torch.cuda.get_device_properties(pool.device).total_memory
+        raise ConfigError(
+            f"the GPU's {room / 2**20:.0f} MiB were used up while forwards were captured as CUDA graphs, on top of "
+            f"{taken / 2**20:.0f} MiB of weights and state; lower max_concurrency or max_ctx, or switch cuda_graphs off",
+            param="cuda_graphs",
+        ) from error
 
 
 def _log_costs(draft: Mapping[int, float], verify: Mapping[tuple[int, int], float]) -> None:

@@ -87,7 +87,14 @@ def state_bytes(shape: StateShape) -> int:
 
 def scratch_bytes(shape: StateShape, options: EngineOptions, device: torch.device) -> int:
     """Bytes kept free for rounds: none on a CPU, where half of the memory stays free."""
-    return round_scratch(shape, options.prefill_tokens).total if device.type == "cuda" else 0
+    if device.type != "cuda":
+        return 0
+    return round_scratch(shape, options.prefill_tokens, graphs=options.cuda_graphs).total
+
+
+def room_to_expand(shape: StateShape, options: EngineOptions, device: torch.device) -> int:
+    """Bytes that a GPU has left for more than weights, state, rounds and the graphs that are still to be captured."""
+    return int(_SHARE[device.type] * free_memory(device)) - scratch_bytes(shape, options, device)
 
 
 def _explained(shape: StateShape, state: int, scratch: int, budget: int) -> str:

@@ -54,6 +54,7 @@ class Graphs:
     def __init__(self, target: Qwen35, drafter: Drafter | None, pool: StatePool) -> None:
         self._target, self._drafter, self._pool = target, drafter, pool
         block = drafter.block_size if drafter else 1
+        before = torch.cuda.mem_get_info(pool.device)[0]
         self._span_buckets = span_buckets(pool.shape.lanes)
         shapes = decode_shapes(pool.shape.lanes, block)
         drafted = self._span_buckets if isinstance(drafter, DFlashDrafter) else ()
@@ -76,6 +77,7 @@ class Graphs:
             self._prefill.insert(0, self._capture_prefill(prompt))
             _progress(done, total, started)
         torch.cuda.synchronize(pool.device)
+        log.info("captured forwards have taken %.0f MiB", (before - torch.cuda.mem_get_info(pool.device)[0]) / 2**20)
 
     def verify(self, spans: Sequence[VerifySpan]) -> CapturedVerify | None:
         """The smallest graph that has room for these spans, fed with them; None if there is none."""
@@ -154,7 +156,8 @@ class Graphs:
         forward()
         torch.cuda.synchronize(self._pool.device)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._memory):
+        # what other threads do on their streams is no part of it: another engine may be running
+        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
             forward()
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         graph.replay()

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import astuple, dataclass
 
 from paceline.config import CHUNK_SIZE
+from paceline.engine.graphs import decode_shapes, prompt_shapes
 from paceline.state.shapes import StateShape
 
 _IDLE_PREFILL = 4
@@ -21,34 +22,56 @@ _F16, _F32 = 2, 4
 class Scratch:
     """Bytes. ``logits`` of every row that draws a token, partial sums and a copy included; ``attention`` the partial results
     over the longest context; ``rows`` the activations of a forward; ``states`` what a prompt chunk leaves for the commit;
-    ``dequantised`` the largest product's weight in 16 bits, as prompt rows multiply it."""
+    ``dequantised`` the largest product's weight in 16 bits, as prompt rows multiply it; ``captured`` what each captured
+    forward leaves for the commit in a place of its own."""
 
     logits: int
     attention: int
     rows: int
     states: int
     dequantised: int
+    captured: int
 
     @property
     def total(self) -> int:
         return sum(astuple(self))
 
 
-def round_scratch(shape: StateShape, prefill_tokens: int) -> Scratch:
-    """Of rounds in which every lane verifies its widest span and as many prompt rows are read as ever."""
+def round_scratch(shape: StateShape, prefill_tokens: int, *, graphs: bool = True) -> Scratch:
+    """Of rounds in which every lane verifies its widest span and as many prompt rows are read as ever; ``graphs``: whether
+    forwards are captured."""
     target = shape.target
     decode_rows = shape.lanes * max(1, shape.draft_rows)
     prompt_rows = _IDLE_PREFILL * prefill_tokens
     pieces = -(-shape.max_ctx // _PIECE)
-    state = target.gdn_value_heads * target.gdn_key_dim * target.gdn_value_dim
-    history = (target.conv_kernel - 1) * target.conv_channels
     return Scratch(
         logits=3 * _F32 * (decode_rows + shape.lanes) * target.vocab_size,
         attention=_F32 * decode_rows * target.num_heads * pieces * (target.head_dim + 2),
         rows=_F32 * (decode_rows + prompt_rows) * _numbers_per_row(shape),
-        states=2 * _F32 * shape.lanes * target.layer_types.count("gdn") * (state + history),
+        states=2 * shape.lanes * _state_bytes(shape),
         dequantised=_F16 * _largest_product(shape),
+        captured=_captured(shape) if graphs else 0,
     )
+
+
+def _state_bytes(shape: StateShape) -> int:
+    """Of one span behind a prompt chunk: the states and the histories of all layers."""
+    target = shape.target
+    state = target.gdn_value_heads * target.gdn_key_dim * target.gdn_value_dim
+    history = (target.conv_kernel - 1) * target.conv_channels
+    return _F32 * target.layer_types.count("gdn") * (state + history)
+
+
+def _captured(shape: StateShape) -> int:
+    """The residual stream and the states of each prefill graph, the drafter's context rows of all graphs (the joined
+    product of keys and values, and the keys once more)."""
+    drafter, prompts = shape.drafter, prompt_shapes(shape.lanes)
+    total = sum(prompt.spans * _state_bytes(shape) + 2 * _F32 * prompt.rows * shape.target.hidden_size for prompt in prompts)
+    if drafter is not None:
+        decode = decode_shapes(shape.lanes, drafter.block_size)
+        rows = sum(one.rows for one in decode) + sum(one.rows for one in prompts)
+        total += 3 * _F32 * rows * drafter.num_layers * drafter.num_kv_heads * drafter.head_dim
+    return total
 
 
 def _numbers_per_row(shape: StateShape) -> int:
