@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,7 +19,7 @@ from paceline.config import CHUNK_SIZE, PAGE_SIZE, DrafterConfig, TargetConfig
 from paceline.ops.conv import conv_history
 from paceline.ops.gdn import gdn_replay
 from paceline.ops.kv import read_pages, write_rows
-from paceline.state.pool import Half, SpanRows, StatePool, Txn
+from paceline.state.pool import Half, LaneFork, SpanRows, StatePool, Txn
 from paceline.state.shapes import StateShape, kv_bytes_per_token, lane_bytes, pages_for, spare_bytes
 from paceline.views import AttentionView
 
@@ -252,6 +253,55 @@ def test_a_kept_span_is_as_if_stepped(prompt: int, keep: int) -> None:
     assert_holds(pool, lane, sequence)
 
 
+def forked(pool: StatePool, prompt: int) -> dict[int, Sequence]:
+    """A lane that has read a prompt, and two forks of it."""
+    source, *lanes = [lane for lane in (pool.admit(180) for _ in range(3)) if lane is not None]
+    sequences = {source: Sequence(Rows(1), 180, prompt)}
+    txn = pool.begin([SpanRows(source, 0, prompt, "prefill")], [LaneFork(source, lane) for lane in lanes])
+    forward(txn.prefill, sequences, {source: prompt})
+    pool.commit(txn, [prompt])
+    sequences[source].commit(prompt, prefill=True)
+    return sequences | {lane: deepcopy(sequences[source]) for lane in lanes}
+
+
+@pytest.mark.parametrize("prompt", [5, 16, 64, 70, 101])
+def test_forks_share_full_pages_and_go_on_by_themselves(prompt: int) -> None:
+    """Each goes on with other tokens, the source first; what they write is nobody else's."""
+    pool = new_pool(replace(SHAPE, pool_tokens=600))
+    sequences = forked(pool, prompt)
+    pool.check()
+    full, partly = divmod(prompt, PAGE_SIZE)
+    assert pool.allocator.total - pool.allocator.free == full + 3 * (partly > 0)
+    for lane, sequence in sequences.items():
+        assert_holds(pool, lane, sequence)
+        sequence.rows = deepcopy(sequence.rows)
+        for values in (sequence.rows.kv, sequence.rows.context):
+            values[:, :, prompt:] += lane
+    spans = [SpanRows(lane, prompt, BLOCK, "decode", drafting=True) for lane in sequences]
+    run(pool, sequences, spans, {lane: 1 + 3 * index for index, lane in enumerate(sequences)})
+    for lane, sequence in sequences.items():
+        assert_holds(pool, lane, sequence)
+    for lane in list(sequences):
+        pool.release(lane)
+        pool.check()
+        del sequences[lane]
+        for other, sequence in sequences.items():
+            assert_holds(pool, other, sequence)
+    assert pool.allocator.free == pool.allocator.total
+
+
+def test_an_aborted_fork_leaves_nothing_behind() -> None:
+    pool = new_pool()
+    source, lane = pool.admit(100), pool.admit(100)
+    assert source is not None and lane is not None
+    for _ in range(2):
+        txn = pool.begin([SpanRows(source, 0, 70, "prefill")], [LaneFork(source, lane)])
+        assert pool.allocator.free == pool.allocator.total - 6
+        pool.abort(txn)
+        pool.check()
+        assert pool.allocator.free == pool.allocator.total and pool.committed(lane) == 0
+
+
 def committed_bytes(pool: StatePool) -> list[Tensor]:
     """Everything that a lane may read, except what lies behind its tokens."""
     return [pool.gdn.clone(), pool.history.clone()]
@@ -326,7 +376,8 @@ def test_commit_refuses_what_cannot_be_meant() -> None:
     ("damage", "message"),
     [
         (lambda pool, lane: pool.allocator.take(1), "lost"),
-        (lambda pool, lane: pool._lanes[lane].pages.__setitem__(0, pool._lanes[lane].pages[1]), "two owners"),
+        (lambda pool, lane: pool._lanes[lane].pages.__setitem__(0, pool._lanes[lane].pages[1]), "lost"),
+        (lambda pool, lane: pool.allocator.share(pool._lanes[lane].pages[:1]), "miscounted"),
         (lambda pool, lane: setattr(pool._lanes[lane], "committed", 3), "do not cover"),
         (lambda pool, lane: setattr(pool._lanes[lane], "reserved", 1), "outgrew"),
         (lambda pool, lane: pool._free_lanes.pop(), "a lane is lost"),
@@ -406,7 +457,8 @@ class Pool(RuleBasedStateMachine):
         lanes = data.draw(st.lists(st.sampled_from(live), min_size=1, unique=True), label="lanes")
         spans = [self._span(lane, data) for lane in lanes]
         keep = {span.lane: self._keep(span, data) for span in spans}
-        txn = self.pool.begin(spans)
+        forks = self._forks(spans, data)
+        txn = self.pool.begin(spans, forks)
         if end != "abort at once":
             draft(self.pool, txn)
             for half in (txn.decode, txn.prefill):
@@ -421,6 +473,20 @@ class Pool(RuleBasedStateMachine):
         self.pool.commit(txn, [keep[span.lane] for span in spans])
         for span in spans:
             self.sequences[span.lane].commit(keep[span.lane], span.kind == "prefill")
+        for fork in forks:
+            copied = deepcopy(self.sequences[fork.source])
+            copied.total, copied.prompt = self.sequences[fork.lane].total, copied.committed
+            self.sequences[fork.lane] = copied
+
+    def _forks(self, spans: list[SpanRows], data: st.DataObject) -> list[LaneFork]:
+        """Of the first prompt span, into any lanes that hold nothing yet."""
+        prompts = [span for span in spans if span.kind == "prefill"]
+        if not prompts:
+            return []
+        source, end, busy = prompts[0].lane, prompts[0].start + prompts[0].length, {span.lane for span in spans}
+        fresh = [at for at, s in self.sequences.items() if at not in busy and not s.committed and s.total >= end]
+        chosen = data.draw(st.lists(st.sampled_from(fresh), unique=True), label="forks") if fresh else []
+        return [LaneFork(source, lane) for lane in chosen]
 
     def _span(self, lane: int, data: st.DataObject) -> SpanRows:
         sequence = self.sequences[lane]

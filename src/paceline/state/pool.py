@@ -7,6 +7,7 @@ visible (K/V pages) or in the transaction (replay logs, new prefill states, raw 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -18,7 +19,7 @@ from paceline.batch import PackedBatch, pack
 from paceline.config import CHUNK_SIZE, PAGE_SIZE
 from paceline.ops.conv import advance_history
 from paceline.ops.gdn import ReplayLog, gdn_replay
-from paceline.ops.kv import PagedTensor, StagedRows, allocate_pages, write_kept
+from paceline.ops.kv import PagedTensor, StagedRows, allocate_pages, copy_pages, write_kept
 from paceline.state.pages import DUMMY_PAGE, PageAllocator
 from paceline.state.shapes import StateShape, pages_for
 from paceline.transfer import to_device
@@ -35,6 +36,14 @@ class SpanRows:
     length: int
     kind: RowKind
     drafting: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LaneFork:
+    """A ``lane`` fresh from ``admit`` that takes over what ``source`` holds behind its prompt rows of this round."""
+
+    source: int
+    lane: int
 
 
 @dataclass(slots=True)
@@ -55,6 +64,7 @@ class Txn:
     """One open round. ``decode`` and ``prefill`` are None when the round has no such rows."""
 
     spans: tuple[SpanRows, ...]
+    forks: tuple[LaneFork, ...] = ()
     decode: Half | None = None
     prefill: Half | None = None
 
@@ -64,8 +74,8 @@ class Txn:
 
 @dataclass(slots=True)
 class _Lane:
-    """``committed`` tokens are in state; ``pages`` cover them (and, inside a transaction, the round's rows);
-    ``reserved`` pages may be owned at most."""
+    """``committed`` tokens are in state; ``pages`` cover them (and, inside a transaction, the round's rows), of which those
+    that are full may be shared with other lanes; ``reserved`` pages may be owned at most."""
 
     committed: int = 0
     pages: list[int] = field(default_factory=list)
@@ -144,14 +154,16 @@ class StatePool:
 
     # -- the transaction -----------------------------------------------------------------------------------------------
 
-    def begin(self, spans: Sequence[SpanRows], *, packed: bool = True) -> Txn:
+    def begin(self, spans: Sequence[SpanRows], forks: Sequence[LaneFork] = (), *, packed: bool = True) -> Txn:
         """Reserve pages for every row of the round and hand out its views. Nothing committed changes. Unless ``packed`` the
         caller puts in the halves."""
         assert self._open is None, "a transaction is open"
-        self._open = txn = Txn(tuple(spans))
+        self._open = txn = Txn(tuple(spans), tuple(forks))
         try:
             for span in spans:
                 self._reserve(span)
+            for fork in forks:
+                self._reserve_fork(fork, next(span for span in spans if span.lane == fork.source))
             self._send_table()
             if packed:
                 txn.decode, txn.prefill = self._half("decode"), self._half("prefill")
@@ -177,6 +189,16 @@ class StatePool:
             lane.pages += self.allocator.take(missing)
             self._table[span.lane, : len(lane.pages)] = lane.pages
             self._table_changed = True
+
+    def _reserve_fork(self, fork: LaneFork, span: SpanRows) -> None:
+        """Give the lane its source's full pages, and one of its own for the partly filled one."""
+        lane, end = self._lanes[fork.lane], span.start + span.length
+        assert span.kind == "prefill" and not lane.pages, "a fork is made behind prompt rows, into a fresh lane"
+        assert pages_for(end) <= lane.reserved, "a lane outgrew its reservation"
+        own = self.allocator.take(pages_for(end) - end // PAGE_SIZE)
+        lane.pages = self.allocator.share(self._lanes[fork.source].pages[: end // PAGE_SIZE]) + own
+        self._table[fork.lane, : len(lane.pages)] = lane.pages
+        self._table_changed = True
 
     def commit(self, txn: Txn, keep: Sequence[int]) -> None:
         """Make the first ``keep[i]`` rows of span i part of its lane's state, everything together."""
@@ -204,6 +226,22 @@ class StatePool:
         if txn.prefill and advanced:
             lanes = txn.prefill.batch.lanes[: len(prompts)]
             self.gdn[:, lanes], self.history[:, lanes] = advanced
+        for fork in txn.forks:
+            self._copy(fork)
+
+    def _copy(self, fork: LaneFork) -> None:
+        """What a fork does not share: the last page, the recurrent state, the drafter's rings."""
+        for state in (self.gdn, self.history):
+            state[:, fork.lane] = state[:, fork.source]
+        source, lane = self._lanes[fork.source].pages, self._lanes[fork.lane].pages
+        last, rings = len(lane) - 1, self.shape.ring_pages
+        sliding = self.shape.drafter.sliding if self.shape.drafter else ()
+        drafter = list(zip((*sliding, *sliding), (*self.draft_k, *self.draft_v), strict=True))
+        if source[last] != lane[last]:
+            for cache in (*self.k, *self.v, *(cache for ring, cache in drafter if not ring)):
+                copy_pages(cache, source[last], lane[last])
+        for cache in (cache for ring, cache in drafter if ring):
+            copy_pages(cache, 1 + rings * fork.source, 1 + rings * fork.lane, rings)
 
     def settle(self, txn: Txn, keep: Sequence[int]) -> None:
         """The part of ``commit`` that is bookkeeping: what ``apply`` was told, on the host, for every span."""
@@ -211,6 +249,8 @@ class StatePool:
         _check_keep(txn, keep)
         for span, rows in zip(txn.spans, keep, strict=True):
             self._lanes[span.lane].committed += rows
+        for fork in txn.forks:
+            self._lanes[fork.lane].committed = self._lanes[fork.source].committed
         self._close()
 
     def abort(self, txn: Txn) -> None:
@@ -222,13 +262,13 @@ class StatePool:
         """Return surplus tail pages and what the forwards left, and end the transaction."""
         assert self._open is not None
         self._open.decode = self._open.prefill = None
-        for span in self._open.spans:
-            lane = self._lanes[span.lane]
+        for number in (entry.lane for entry in (*self._open.spans, *self._open.forks)):
+            lane = self._lanes[number]
             used = pages_for(lane.committed)
             if used < len(lane.pages):
                 self.allocator.give_back(lane.pages[used:])
                 del lane.pages[used:]
-                self._table[span.lane, used:] = DUMMY_PAGE
+                self._table[number, used:] = DUMMY_PAGE
                 self._table_changed = True
         self._open = None
 
@@ -284,12 +324,15 @@ class StatePool:
     def check(self) -> None:
         """The invariants between rounds, as assertions."""
         assert self._open is None, "a transaction is open"
-        owned = [page for lane in self._lanes.values() for page in lane.pages]
-        everything = owned + self.allocator.free_pages()
+        owners = Counter(page for lane in self._lanes.values() for page in lane.pages)
+        everything = [*owners, *self.allocator.free_pages()]
         assert len(everything) == self.allocator.total, "pages lost or made up"
-        assert len(set(everything)) == len(everything), "a page has two owners"
+        assert len(set(everything)) == len(everything), "a free page has an owner"
         assert DUMMY_PAGE not in everything, "the dummy page is owned"
+        assert all(self.allocator.owners(page) == owners[page] for page in everything), "a page's owners are miscounted"
         for number, lane in self._lanes.items():
+            full = lane.committed // PAGE_SIZE
+            assert all(owners[page] == 1 for page in lane.pages[full:]), f"lane {number} would write to a shared page"
             assert len(lane.pages) == pages_for(lane.committed), f"lane {number}: pages do not cover its tokens"
             assert len(lane.pages) <= lane.reserved, f"lane {number} outgrew its reservation"
         assert sum(lane.reserved for lane in self._lanes.values()) <= self.allocator.total, "more reserved than there is"

@@ -52,6 +52,13 @@ def bytes_per_token(kind: CacheType, heads: int, dim: int) -> int:
     return heads * dim * _DENSE[kind].itemsize
 
 
+def copy_pages(cache: PagedTensor, source: int, target: int, count: int = 1) -> None:
+    """Copy ``count`` pages from page ``source`` on to page ``target`` on."""
+    for part in (cache.data, cache.scale):
+        if part is not None:
+            part[target : target + count] = part[source : source + count]
+
+
 def write_rows(cache: PagedTensor, slots: Tensor, values: Tensor) -> None:
     """Store values [N, heads, D] float32 at slots [N] (page * PAGE_SIZE + offset), in place."""
     data = cache.data.view(-1, *cache.data.shape[2:])
