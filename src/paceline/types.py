@@ -6,7 +6,7 @@ from __future__ import annotations
 import secrets
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 from paceline.errors import InvalidRequest
@@ -17,6 +17,10 @@ RowKind = Literal["decode", "prefill"]
 prompt) and never by how many rows there are."""
 
 SEED_MODULUS = 2**64
+MAX_LOGPROBS = 20
+"""How many of the likeliest tokens a request may ask for at each position."""
+MAX_CHOICES = 128
+"""Answers to one prompt in one request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +32,9 @@ class SamplingParams:
     ``presence_penalty`` and ``frequency_penalty`` count generated tokens, ``repetition_penalty`` those of the prompt too.
     ``logit_bias`` maps token ids to what is added. Until ``min_tokens`` are generated nothing that ends the answer is drawn.
     ``banned_token_ids`` never are; where ``allowed_token_ids`` are given, only they. See ``paceline.penalties``.
+    ``n`` answers are made to one prompt; they share the seed, and each draws noise of its own. ``logprobs`` asks for the
+    logprob of every generated token and for as many of the likeliest (0: none of these), ``prompt_logprobs`` for the same of
+    the prompt's tokens. See ``paceline.logprobs``.
     """
 
     temperature: float = 1.0
@@ -46,6 +53,9 @@ class SamplingParams:
     min_tokens: int = 0
     banned_token_ids: tuple[int, ...] = ()
     allowed_token_ids: tuple[int, ...] = ()
+    n: int = 1
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -72,6 +82,10 @@ class SamplingParams:
         _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _number("repetition_penalty", self.repetition_penalty, 0.0, 10.0, low_open=True)
         _integer("min_tokens", self.min_tokens, 0, self.max_tokens)
+        _integer("n", self.n, 1, MAX_CHOICES)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _integer(name, getattr(self, name), 0, MAX_LOGPROBS)
         if not isinstance(self.logit_bias, Mapping):
             raise InvalidRequest(f"logit_bias must map token ids to numbers, got {self.logit_bias!r}", param="logit_bias")
         for token, bias in self.logit_bias.items():
@@ -144,7 +158,12 @@ class Adjustments:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What the engine is asked for: token ids in, token ids out. Stop *strings* live on the text side, which cancels."""
+    """What the engine is asked for: token ids in, token ids out. Stop *strings* live on the text side, which cancels.
+
+    ``choice`` tells the answers to one prompt apart; it is part of what the noise is drawn from. Requests of one ``group``
+    have the same prompt, which is read once where their lanes allow it. ``logprobs`` and ``prompt_logprobs`` say how many of
+    the likeliest tokens are reported beside each token's own logprob, None for no logprobs.
+    """
 
     id: str
     prompt: tuple[int, ...]
@@ -157,6 +176,10 @@ class Request:
     stop_ids: frozenset[int] = frozenset()
     speculate: bool = True
     adjust: Adjustments | None = None
+    choice: int = 0
+    group: str | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     @classmethod
     def create(cls, prompt: Sequence[int], sampling: SamplingParams, info: EngineInfo) -> Request:
@@ -175,7 +198,18 @@ class Request:
             max_tokens=room if sampling.max_tokens is None else min(sampling.max_tokens, room),
             stop_ids=frozenset((*ends, *sampling.stop_token_ids)),
             adjust=Adjustments.of(prompt, sampling, info.vocab_size),
+            logprobs=sampling.logprobs,
+            prompt_logprobs=sampling.prompt_logprobs,
         )
+
+    @classmethod
+    def choices(cls, prompt: Sequence[int], sampling: SamplingParams, info: EngineInfo) -> tuple[Request, ...]:
+        """``create`` for each of the ``sampling.n`` answers. Choice i depends on the seed and on i, never on n."""
+        first = cls.create(prompt, sampling, info)
+        if sampling.n == 1:
+            return (first,)
+        first = replace(first, group=first.id)
+        return (first, *(replace(first, id=uuid.uuid4().hex, choice=choice) for choice in range(1, sampling.n)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,8 +232,19 @@ class RequestStats:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """The natural logarithm of a token's probability, and the likeliest tokens with theirs, (id, logprob), best first."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Emission:
     """New tokens of one request; the last one of a request carries ``finish_reason`` and ``stats``.
+
+    ``logprobs`` has an entry per token, ``prompt_logprobs``, beside the first token, one per token of the prompt but the
+    first, where the request asks for them.
 
     ``error`` is set beside ``finish_reason == "error"``: the message that the client is told.
     """
@@ -209,6 +254,8 @@ class Emission:
     finish_reason: FinishReason | None = None
     stats: RequestStats | None = None
     error: str | None = None
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

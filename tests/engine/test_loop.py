@@ -149,9 +149,9 @@ def fault_in_first_token(fault: Fault, parts: EngineParts, patch: pytest.MonkeyP
 def fault_in_later_chunk(fault: Fault, parts: EngineParts, patch: pytest.MonkeyPatch) -> None:
     original = Runner._prefill
 
-    def prefill(self: Runner, spans: Any, txn: Any) -> Any:
-        first = original(self, spans, txn)
-        fault(any(span.request.id == VICTIM and span.start > 0 for span in spans))
+    def prefill(self: Runner, round: Round, *rest: Any) -> Any:
+        first = original(self, round, *rest)
+        fault(any(span.request.id == VICTIM and span.start > 0 for span in round.prefill))
         return first
 
     patch.setattr(Runner, "_prefill", prefill)

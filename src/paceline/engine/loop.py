@@ -135,7 +135,7 @@ class EngineLoop:
         """Run an aborted round again: without drafts if drafting failed, else lane by lane, where the lane that fails
         alone ends with an error and the others get the tokens they would have got."""
         if failure.stage == "draft":
-            plain = Round(tuple(map(_without_drafts, round.verify)), round.prefill)
+            plain = replace(round, verify=tuple(map(_without_drafts, round.verify)))
             try:
                 return self._apply(plain, self.runner.run(plain))
             except RoundFailed as again:
@@ -152,6 +152,7 @@ class EngineLoop:
 
 
 def _lane_by_lane(round: Round) -> Iterable[Round]:
+    """Without forks: who was to take over a prompt's state reads it in a later round."""
     yield from (Round((_without_drafts(span),), ()) for span in round.verify)
     yield from (Round((), (span,)) for span in round.prefill)
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
-from paceline.types import Request
+from paceline.types import Request, TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,10 +19,18 @@ class VerifySpan:
     drafts: int
     generated: tuple[int, ...] = ()
     """All tokens generated so far, the anchor included, where the request's adjustments ask for them."""
+    known: tuple[int, ...] | None = None
+    """Where the state of a parked lane is made again: the ``drafts`` tokens behind the anchor, which were generated before.
+    All rows are kept, and nothing is drafted or drawn. Such spans are the last of a round."""
 
     @property
     def length(self) -> int:
         return self.drafts + 1
+
+    @property
+    def drafting(self) -> bool:
+        """Whether the drafter is asked."""
+        return self.drafts > 0 and self.known is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +49,20 @@ class PrefillSpan:
 
 
 @dataclass(frozen=True, slots=True)
+class Fork:
+    """A lane that takes over the state of lane ``source``, whose prompt, which is this request's too, ends in this round.
+    It yields a first token of its own."""
+
+    request: Request
+    lane: int
+    source: int
+
+
+@dataclass(frozen=True, slots=True)
 class Round:
     verify: tuple[VerifySpan, ...]
     prefill: tuple[PrefillSpan, ...]
+    forks: tuple[Fork, ...] = ()
 
     def __bool__(self) -> bool:
         return bool(self.verify or self.prefill)
@@ -61,11 +81,15 @@ class RoundTimes:
 @dataclass(frozen=True, slots=True)
 class RoundResult:
     """``verify[i]``: the tokens that span i yields (accepted drafts, then the target's own pick); ``prefill[i]``: the first
-    token of a final chunk, else None."""
+    token of a final chunk, else None; ``forks[i]``: that of fork i. By request id, where they are asked for: ``logprobs`` of
+    the tokens yielded (and of what follows, which nobody keeps), ``prompt_logprobs`` of the tokens behind a chunk's."""
 
     verify: tuple[tuple[int, ...], ...]
     prefill: tuple[int | None, ...]
     times: RoundTimes
+    forks: tuple[int, ...] = ()
+    logprobs: Mapping[str, Sequence[TokenLogprob]] = field(default_factory=dict)
+    prompt_logprobs: Mapping[str, Sequence[TokenLogprob]] = field(default_factory=dict)
 
 
 class RoundFailed(Exception):

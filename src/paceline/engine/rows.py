@@ -24,7 +24,7 @@ def pack_draws(draws: Sequence[Draw]) -> tuple[np.ndarray, tuple[Kind, ...], tup
         top_p=[request.top_p for request in requests],
         min_p=[request.min_p for request in requests],
         seed=[request.seed for request in requests],
-        choice=[0] * len(requests),
+        choice=[request.choice for request in requests],
         position=[position for _, position in draws],
     )
 

@@ -5,10 +5,12 @@ Nothing waits for the device before the round's results are read, in one copy.
 
 from __future__ import annotations
 
+import itertools
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -21,12 +23,16 @@ from paceline.engine.graphs import Graphs
 from paceline.engine.plan import PrefillSpan, Round, RoundFailed, RoundResult, RoundTimes, VerifySpan
 from paceline.engine.prompts import prefill_forward, prompt_inputs
 from paceline.engine.rows import sampling_rows
+from paceline.engine.scores import Scores
 from paceline.engine.synthetic import SyntheticAcceptance
-from paceline.models.qwen35 import Qwen35
+from paceline.models.qwen35 import Hidden, Qwen35
 from paceline.penalties import Row, adjusted
 from paceline.sampling import pick
-from paceline.state.pool import SpanRows, StatePool, Txn
+from paceline.state.pool import LaneFork, SpanRows, StatePool, Txn
 from paceline.transfer import to_device
+
+SCORED_ROWS = 32
+"""Rows of a prompt whose logits, which are as wide as the vocabulary, exist at the same time."""
 
 
 class Runner:
@@ -58,15 +64,16 @@ class Runner:
         clock, txn = _Clock(self.pool.device, self.nvtx), None
         try:
             spans = [*map(_verify_rows, round.verify), *map(_prompt_rows, round.prefill)]
-            txn = self.pool.begin(spans, packed=False)
+            txn = self.pool.begin(spans, [LaneFork(fork.source, fork.lane) for fork in round.forks], packed=False)
+            scores = Scores()
             with clock.stage("draft"):
                 drafts = self._draft(round.verify)
             with clock.stage("verify"):
-                verdict = self._verify(round.verify, drafts, txn)
+                verdict = self._verify(round.verify, drafts, txn, scores)
             with clock.stage("prefill"):
-                first = self._prefill(round.prefill, txn)
+                first = self._prefill(round, txn, scores)
             with clock.stage("commit"):
-                results = _joined(round, verdict, first)
+                results = _joined(round, verdict, first, scores)
                 self.pool.apply(txn, verdict.keep)
         except Exception as cause:
             if txn is not None:
@@ -77,9 +84,9 @@ class Runner:
             raise RoundFailed(clock.current, cause) from cause
         if meanwhile is not None:
             meanwhile()
-        tokens, firsts = _read(round, results, width=verdict.tokens.shape[1])
-        self.pool.settle(txn, [*map(len, tokens), *(span.length for span in round.prefill)])
-        return RoundResult(tokens, firsts, clock.times())
+        result = _read(round, results.tolist(), verdict.tokens.shape[1], scores)
+        self.pool.settle(txn, [*map(len, result.verify), *(span.length for span in round.prefill)])
+        return replace(result, times=clock.times())
 
     def _draft(self, spans: tuple[VerifySpan, ...]) -> Tensor | None:
         """Drafts [D, B - 1] of the lanes that speculate in this round."""
@@ -90,7 +97,7 @@ class Runner:
         captured = self.graphs.draft(drafting) if self.graphs else None
         return captured if captured is not None else self.drafter.propose(drafting, self.pool)
 
-    def _verify(self, spans: tuple[VerifySpan, ...], drafts: Tensor | None, txn: Txn) -> Verdict:
+    def _verify(self, spans: tuple[VerifySpan, ...], drafts: Tensor | None, txn: Txn, scores: Scores) -> Verdict:
         """One packed forward over [anchor, drafts …] of every decoding lane; what each lane keeps and yields."""
         if not spans:
             none = torch.zeros(0, dtype=torch.long, device=self.pool.device)
@@ -105,8 +112,9 @@ class Runner:
             logits = verify_forward(self.target, self.drafter, tokens, inputs.half)
         txn.decode = inputs.half
         draws = [(span.request, span.start + row + 1) for span in spans for row in range(span.length)]
-        logits = adjusted(logits[: len(draws)], _adjusted_rows(spans), tokens)
-        picks = pick(logits, sampling_rows(draws, logits.device))
+        chosen_from = adjusted(logits[: len(draws)], _adjusted_rows(spans), tokens)
+        picks = pick(chosen_from, sampling_rows(draws, logits.device))
+        scores.add(logits, picks, [request for request, _ in draws])
         return self._accept(spans, inputs, tokens, picks)
 
     def _accept(self, spans: Sequence[VerifySpan], inputs: DecodeInputs, tokens: Tensor, picks: Tensor) -> Verdict:
@@ -119,8 +127,9 @@ class Runner:
         verdict = accept(drafts, batch.span_lengths - 1, picks[at])
         return verdict._replace(keep=verdict.keep.minimum(batch.span_lengths))  # the padding keeps nothing
 
-    def _prefill(self, spans: tuple[PrefillSpan, ...], txn: Txn) -> Tensor | None:
-        """One packed forward over the prompt chunks; the first tokens [F] of the prompts that end here."""
+    def _prefill(self, round: Round, txn: Txn, scores: Scores) -> Tensor | None:
+        """One packed forward over the prompt chunks; the first tokens [F] of the prompts that end here, then of forks."""
+        spans = round.prefill
         if not spans:
             return None
         captured = self.graphs.prefill(spans) if self.graphs else None
@@ -130,30 +139,52 @@ class Runner:
             inputs = prompt_inputs(spans, self.pool)
             hidden = prefill_forward(self.target, self.drafter, inputs)
         txn.prefill = inputs.half
-        final = [index for index, span in enumerate(spans) if span.final]
-        if not final:
+        ends = np.cumsum([span.length for span in spans])
+        for span, end in zip(spans, ends, strict=True):
+            if span.request.prompt_logprobs is not None:
+                self._score_prompt(span, hidden, int(end) - span.length, scores)
+        last = {span.lane: end - 1 for span, end in zip(spans, ends, strict=True) if span.final}
+        drawing = [(span.request, last[span.lane]) for span in spans if span.final]
+        drawing += [(fork.request, last[fork.source]) for fork in round.forks]
+        if not drawing:
             return None
-        ends = np.cumsum([span.length for span in spans]) - 1
-        rows = to_device(ends[final], self.pool.device)
-        draws = [(spans[index].request, len(spans[index].request.prompt)) for index in final]
-        fresh = [Row(at, request, ()) for at, (request, _) in enumerate(draws) if request.adjust]
-        return pick(adjusted(self.target.logits(hidden.rows(rows)), fresh), sampling_rows(draws, rows.device))
+        requests = [request for request, _ in drawing]
+        rows = to_device(np.array([row for _, row in drawing]), self.pool.device)
+        fresh = [Row(at, request, ()) for at, request in enumerate(requests) if request.adjust]
+        logits = self.target.logits(hidden.rows(rows))
+        draws = [(request, len(request.prompt)) for request in requests]
+        first = pick(adjusted(logits, fresh), sampling_rows(draws, rows.device))
+        scores.add(logits, first, requests)
+        return first
+
+    def _score_prompt(self, span: PrefillSpan, hidden: Hidden, first: int, scores: Scores) -> None:
+        """Score the prompt's tokens behind those of the span, whose rows begin at row ``first``."""
+        following = span.request.prompt[span.start + 1 : span.start + span.length + 1]
+        for at in range(0, len(following), SCORED_ROWS):
+            tokens = to_device(np.array(following[at : at + SCORED_ROWS]), self.pool.device)
+            rows = torch.arange(first + at, first + at + len(tokens), device=tokens.device)
+            scores.add_prompt(self.target.logits(hidden.rows(rows)), tokens, span.request)
 
 
-def _joined(round: Round, verdict: Verdict, first: Tensor | None) -> Tensor:
-    """The round's results in one tensor: what the verify spans keep, their tokens, the first tokens of prompts."""
+def _joined(round: Round, verdict: Verdict, first: Tensor | None, scores: Scores) -> Tensor:
+    """The round's results in one tensor: what the verify spans keep, their tokens, the first tokens of prompts and of forks,
+    logprobs."""
     spans = len(round.verify)
     parts = [verdict.keep[:spans], verdict.tokens[:spans].flatten(), *(() if first is None else (first,))]
-    return torch.cat(parts)
+    return torch.cat((*parts, *scores.tensors()))
 
 
-def _read(round: Round, results: Tensor, width: int) -> tuple[tuple[tuple[int, ...], ...], tuple[int | None, ...]]:
-    """The round's only copy from the device: tokens per verify span, of ``width`` at most, and the first token per prefill
-    span (None: not its last)."""
-    spans, read = len(round.verify), results.tolist()
-    keep, grid, firsts = read[:spans], read[spans : spans * (1 + width)], iter(read[spans * (1 + width) :])
+def _read(round: Round, read: list[int], width: int, scores: Scores) -> RoundResult:
+    """The round's only copy from the device, taken apart: tokens per verify span, of ``width`` at most; the first token per
+    prefill span (None: not its last) and per fork; logprobs."""
+    spans, finals = len(round.verify), sum(span.final for span in round.prefill)
+    ends = np.cumsum([0, spans, spans * width, finals, len(round.forks)]).tolist()
+    keep, grid, first, forks = (read[begin:end] for begin, end in itertools.pairwise(ends))
     tokens = tuple(tuple(grid[i * width : i * width + kept]) for i, kept in enumerate(keep))
-    return tokens, tuple(next(firsts) if span.final else None for span in round.prefill)
+    firsts = iter(first)
+    of_prompts = tuple(next(firsts) if span.final else None for span in round.prefill)
+    logprobs, prompt_logprobs = scores.read(read[ends[-1] :])
+    return RoundResult(tokens, of_prompts, RoundTimes(), tuple(forks), logprobs, prompt_logprobs)
 
 
 def _adjusted_rows(spans: Sequence[VerifySpan]) -> list[Row]:

@@ -7,12 +7,13 @@ again in the moment its request ends.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
 from typing import Protocol
 
 from paceline.config import CHUNK_SIZE
-from paceline.engine.plan import PrefillSpan, Round, RoundResult, VerifySpan
+from paceline.engine.plan import Fork, PrefillSpan, Round, RoundResult, VerifySpan
 from paceline.engine.policy import DecodeSeconds, FixedPolicy, LaneDrafts, LaneOutcome, Policy
 from paceline.engine.sequence import Sequence
 from paceline.errors import InvalidRequest
@@ -22,8 +23,13 @@ from paceline.types import Emission, EngineStats, FinishReason, Request
 class Lanes(Protocol):
     """What the scheduler needs of the state pool."""
 
-    def fits(self, tokens: int) -> bool: ...
+    @property
+    def count(self) -> int: ...
+    @property
+    def longest(self) -> int: ...
+    def fits(self, tokens: Iterable[int]) -> bool: ...
     def admit(self, tokens: int) -> int | None: ...
+    def grow(self, lane: int, tokens: int) -> bool: ...
     def release(self, lane: int) -> None: ...
 
 
@@ -72,9 +78,10 @@ class Scheduler:
                 param="max_tokens",
                 code="context_length_exceeded",
             )
-        if not self.lanes.fits(total):
+        if total > self.lanes.longest:
             raise InvalidRequest(
-                f"{total} tokens (prompt and max_tokens) exceed the K/V pool; lower max_tokens or raise kv_pool_tokens",
+                f"{total} tokens (prompt and max_tokens) exceed the {self.lanes.longest} that the K/V pool holds of one sequence; "
+                "lower max_tokens or raise kv_pool_tokens",
                 param="max_tokens",
                 code="context_length_exceeded",
             )
@@ -105,7 +112,8 @@ class Scheduler:
         self._admit()
         verify = self._verify_spans()
         budget = self.prefill_tokens if verify else 4 * self.prefill_tokens
-        return Round(verify, self._prefill_spans(budget))
+        prefill = self._prefill_spans(budget)
+        return Round(verify, prefill, self._forks(prefill))
 
     def _admit(self) -> None:
         while self.waiting:
@@ -144,8 +152,9 @@ class Scheduler:
 
     def _prefill_spans(self, budget: int) -> tuple[PrefillSpan, ...]:
         spans = []
+        followers = self._followers()
         for sequence in self.running:
-            if sequence.decoding:
+            if sequence.decoding or sequence.request.id in followers:
                 continue
             prompt, start = sequence.request.prompt, sequence.prefilled
             length = len(prompt) - start
@@ -159,6 +168,29 @@ class Scheduler:
             budget -= length
         return tuple(spans)
 
+    def _followers(self) -> dict[str, Sequence]:
+        """Requests that wait for one of their group to read their common prompt, and which one that is."""
+        readers: dict[str, Sequence] = {}
+        followers = {}
+        for sequence in self.running:
+            group = sequence.request.group
+            if group is None or sequence.decoding:
+                continue
+            reader = readers.setdefault(group, sequence)
+            if reader is not sequence and not sequence.prefilled:
+                followers[sequence.request.id] = reader
+        return followers
+
+    def _forks(self, prefill: tuple[PrefillSpan, ...]) -> tuple[Fork, ...]:
+        """Everybody who follows a prompt that ends in this round."""
+        ending = {span.request.id: span.lane for span in prefill if span.final}
+        by_id = {sequence.request.id: sequence for sequence in self.running}
+        return tuple(
+            Fork(by_id[name].request, by_id[name].lane, ending[reader.request.id])
+            for name, reader in self._followers().items()
+            if reader.request.id in ending
+        )
+
     def apply(self, round: Round, result: RoundResult) -> list[Emission]:
         """Book the results of a round: tokens, stops, caps; freed lanes. Returns what the clients are to see."""
         self._rounds += 1
@@ -171,10 +203,21 @@ class Scheduler:
             sequence = by_id[prompt_span.request.id]
             sequence.prefilled += prompt_span.length
             self._prompt_tokens += prompt_span.length
+            sequence.prompt_logprobs[prompt_span.start :] = result.prompt_logprobs.get(sequence.request.id, ())
             if token is not None:
-                sequence.first_token = self.clock()
-                emissions.append(self._emit(sequence, *sequence.extend((token,))))
-        return emissions
+                emissions.append(self._first(sequence, token))
+        sources = {span.lane: by_id[span.request.id] for span in round.prefill}
+        for fork, token in zip(round.forks, result.forks, strict=True):
+            sequence = by_id[fork.request.id]
+            sequence.prefilled = len(fork.request.prompt)
+            sequence.prompt_logprobs = sources[fork.source].prompt_logprobs
+            emissions.append(self._first(sequence, token))
+        return [_with_logprobs(emission, result) for emission in emissions]
+
+    def _first(self, sequence: Sequence, token: int) -> Emission:
+        sequence.first_token = self.clock()
+        emission = self._emit(sequence, *sequence.extend((token,)))
+        return replace(emission, prompt_logprobs=tuple(sequence.prompt_logprobs))
 
     def _teach_policy(self, round: Round, result: RoundResult) -> None:
         """Beside a prompt a round's times are not those of decoding alone: a GPU runs its stages into one another."""
@@ -238,3 +281,8 @@ class Scheduler:
     def requests(self) -> SequenceOf[str]:
         """Ids of everything that has not ended."""
         return [sequence.request.id for sequence in (*self.waiting, *self.running)]
+
+
+def _with_logprobs(emission: Emission, result: RoundResult) -> Emission:
+    logprobs = result.logprobs.get(emission.request_id)
+    return replace(emission, logprobs=tuple(logprobs[: len(emission.tokens)])) if logprobs else emission

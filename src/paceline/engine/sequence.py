@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from paceline.types import FinishReason, Request, RequestStats
+from paceline.types import FinishReason, Request, RequestStats, TokenLogprob
 
 
 @dataclass(slots=True)
 class Sequence:
     """``prefilled`` prompt tokens are in state; ``tokens`` are those generated, the last of which is the anchor.
+    ``prompt_logprobs`` are of the tokens behind those prefilled, where the request asks for them.
 
     Times are seconds on a monotonic clock.
     """
@@ -20,6 +21,7 @@ class Sequence:
     admitted: float = 0.0
     first_token: float = 0.0
     prefilled: int = 0
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     keeps: list[int] = field(default_factory=list)
     drafted: int = 0
