@@ -56,3 +56,23 @@ class LaneFailed(PacelineError):
     """One request failed inside the engine; its neighbours went on."""
 
     code = "lane_failed"
+
+
+class QueueFull(PacelineError):
+    """As many requests run and wait as may. ``retry_after``: seconds until it is worth another try."""
+
+    status = 429
+    kind = "rate_limit_error"
+    code = "queue_full"
+
+    def __init__(self, message: str, retry_after: int) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class DeadlineExceeded(PacelineError):
+    """The request was not answered in the time that it was given."""
+
+    status = 504
+    kind = "timeout_error"
+    code = "deadline_exceeded"

@@ -399,7 +399,7 @@ def test_a_new_lane_is_empty_and_a_full_pool_admits_nobody() -> None:
     pool.release(lane)
     assert pool.admit(50) == lane and pool.committed(lane) == 0
     assert not pool.gdn[:, lane].any() and not pool.history[:, lane].any()
-    assert pool.fits(392) and not pool.fits(393), "25 pages of 16, less one block"
+    assert pool.fits([392]) and not pool.fits([393]) and pool.longest == 392, "25 pages of 16, less one block"
     assert pool.admit(393 - 64) is None, "reserved pages count, not owned ones"
     assert pool.admit(320) is not None
     assert pool.admit(1) is None

@@ -199,9 +199,9 @@ class Costs:
     """
 
     def __init__(self) -> None:
-        self._draft_shape, self._draft_ratio = _Steps(), _Points()
+        self._draft_shape, self._draft_ratio = _Steps(), Points()
         self._verify_shape: dict[int, _Steps] = {}
-        self._verify_ratio: dict[int, _Points] = {}
+        self._verify_ratio: dict[int, Points] = {}
         self._round = 0
 
     def seed(self, draft: Mapping[int, float], verify: Mapping[tuple[int, int], float]) -> None:
@@ -225,7 +225,7 @@ class Costs:
             points.forget(self._round - _MEMORY_ROUNDS)
         spans, drafting, rows = len(drafts), sum(count > 0 for count in drafts), len(drafts) + sum(drafts)
         [base] = _base(self._shape_for(spans), 1, rows, rows, rows)
-        self._verify_ratio.setdefault(spans, _Points()).measure(rows, seconds.verify / base, self._round)
+        self._verify_ratio.setdefault(spans, Points()).measure(rows, seconds.verify / base, self._round)
         if drafting:
             [base] = _base(self._draft_shape, _GUESSED_BLOCK, drafting, drafting, drafting)
             self._draft_ratio.measure(drafting, seconds.draft / base, self._round)
@@ -254,7 +254,7 @@ class Costs:
         return self.draft_row(len(drafts))[drafting] + self.verify_row(len(drafts), rows)[-1]
 
 
-class _Points:
+class Points:
     """A function of a count, known at some: each the lower median of its latest measurements, which no delay can raise."""
 
     def __init__(self) -> None:
@@ -317,7 +317,7 @@ class _Points:
         return row + [values[counts[-1]]] * (last - first + 1 - len(row))
 
 
-class _Steps(_Points):
+class _Steps(Points):
     """At a count that is not known: what the next larger known one has, or the largest."""
 
     def _lines(self, first: int, last: int) -> list[float]:
@@ -326,7 +326,7 @@ class _Steps(_Points):
         return [self._values[counts[min(index, len(counts) - 1)]] for index in larger]
 
 
-def _row(shape: _Points | None, ratio: _Points | None, rows_each: int, first: int, last: int) -> list[float]:
+def _row(shape: Points | None, ratio: Points | None, rows_each: int, first: int, last: int) -> list[float]:
     """Seconds at the counts first … last; empty if nothing is known. Fewer rows never cost more, whatever noise says.
 
     A guess is never trusted above the largest count that was measured: until it is tried, more costs no more.
@@ -338,13 +338,13 @@ def _row(shape: _Points | None, ratio: _Points | None, rows_each: int, first: in
     return list(accumulate(reversed(row), min))[::-1]
 
 
-def _base(shape: _Points | None, rows_each: int, first: int, last: int, largest: int) -> list[float]:
+def _base(shape: Points | None, rows_each: int, first: int, last: int, largest: int) -> list[float]:
     """The shape, or in its place the guess: of a forward of 16 rows, half the cost is fixed."""
     known = shape.along(first, last) if shape is not None else []
     return known or [float(_GUESSED_FIXED_ROWS + min(count, largest) * rows_each) for count in range(first, last + 1)]
 
 
-def _nearest(by_spans: Mapping[int, _Points], spans: int) -> _Points | None:
+def _nearest(by_spans: Mapping[int, Points], spans: int) -> Points | None:
     """Known points of this number of spans, or of that closest to it."""
     known = [count for count, points in by_spans.items() if points.known]
     return by_spans[min(known, key=lambda count: (abs(count - spans), count))] if known else None

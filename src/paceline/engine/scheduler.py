@@ -140,7 +140,7 @@ class Scheduler:
                 sequence.position,
                 sequence.tokens[-1],
                 count,
-                tuple(sequence.tokens) if sequence.request.adjust else (),
+                tuple(sequence.tokens) if sequence.request.recalls else (),
             )
             for sequence, count in zip(decoding, drafts, strict=True)
         )

@@ -8,7 +8,7 @@ visible (K/V pages) or in the transaction (replay logs, new prefill states, raw 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -126,21 +126,42 @@ class StatePool:
 
     # -- lanes ---------------------------------------------------------------------------------------------------------
 
-    def fits(self, tokens: int) -> bool:
-        """Whether a sequence of ``tokens`` tokens could ever be admitted."""
-        return self.shape.reserve(tokens) <= self.allocator.total
+    @property
+    def count(self) -> int:
+        """Lanes, free or not."""
+        return self.shape.lanes
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence that fits with nobody beside it."""
+        return self.shape.longest
+
+    def fits(self, tokens: Iterable[int]) -> bool:
+        """Whether sequences of so many tokens each fit together."""
+        return sum(map(self.shape.reserve, tokens)) <= self.allocator.total
 
     def admit(self, tokens: int) -> int | None:
         """A zeroed lane with room for ``tokens`` tokens reserved, or None while there is no lane or no room."""
         pages = self.shape.reserve(tokens)
-        reserved = sum(lane.reserved for lane in self._lanes.values())
-        if not self._free_lanes or reserved + pages > self.allocator.total:
+        if not self._free_lanes or self._reserved + pages > self.allocator.total:
             return None
         lane = self._free_lanes.pop()
         self._lanes[lane] = _Lane(reserved=pages)
         self.gdn[:, lane] = 0.0
         self.history[:, lane] = 0.0
         return lane
+
+    def grow(self, lane: int, tokens: int) -> bool:
+        """Reserve room for ``tokens`` tokens of a lane in all; False, with nothing changed, while there is none."""
+        more = self.shape.reserve(tokens) - self._lanes[lane].reserved
+        if more > 0 and self._reserved + more > self.allocator.total:
+            return False
+        self._lanes[lane].reserved += max(0, more)
+        return True
+
+    @property
+    def _reserved(self) -> int:
+        return sum(lane.reserved for lane in self._lanes.values())
 
     def release(self, lane: int) -> None:
         assert self._open is None, "release inside a transaction"
@@ -262,7 +283,7 @@ class StatePool:
         """Return surplus tail pages and what the forwards left, and end the transaction."""
         assert self._open is not None
         self._open.decode = self._open.prefill = None
-        for number in (entry.lane for entry in (*self._open.spans, *self._open.forks)):
+        for number in [*(span.lane for span in self._open.spans), *(fork.lane for fork in self._open.forks)]:
             lane = self._lanes[number]
             used = pages_for(lane.committed)
             if used < len(lane.pages):
@@ -335,7 +356,7 @@ class StatePool:
             assert all(owners[page] == 1 for page in lane.pages[full:]), f"lane {number} would write to a shared page"
             assert len(lane.pages) == pages_for(lane.committed), f"lane {number}: pages do not cover its tokens"
             assert len(lane.pages) <= lane.reserved, f"lane {number} outgrew its reservation"
-        assert sum(lane.reserved for lane in self._lanes.values()) <= self.allocator.total, "more reserved than there is"
+        assert self._reserved <= self.allocator.total, "more reserved than there is"
         assert sorted([*self._lanes, *self._free_lanes]) == list(range(self.shape.lanes)), "a lane is lost"
 
 

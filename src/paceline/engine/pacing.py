@@ -1,0 +1,107 @@
+"""How many prompt tokens a round reads, and of whom. Pure Python: no tensors, no clock.
+
+While lanes decode, a round is to take no longer than the bound on the time between tokens. What decoding takes, and what
+reading takes by the number of tokens, is learned from the rounds before.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from paceline.config import CHUNK_SIZE
+from paceline.engine.policy import Points
+
+IDLE_FACTOR = 4
+"""A round in which no lane decodes reads so many times ``prefill_tokens``."""
+_MARGIN = 0.9
+"""The share of the bound that is planned with: rounds vary, and the bound is on the slowest."""
+_DECODE_ROUNDS = 32
+_DECODE_RANK = 0.9
+"""Decoding is taken to last as long as in the slower ones of the last rounds; a rare stall is none of them."""
+_FIXED_ROWS = 64
+"""Before more is known, reading N tokens is taken to cost in proportion to 64 + N."""
+_MEMORY_ROUNDS = 1000
+
+
+class Pacer:
+    def __init__(self, prefill_tokens: int, itl_budget_ms: float | None, panel: int = CHUNK_SIZE) -> None:
+        """``prefill_tokens``: read per round at most while lanes decode. ``itl_budget_ms``: the bound, None for none.
+        ``panel``: prompt rows are multiplied in blocks of so many, and part of one costs as much as all of it."""
+        self.prefill_tokens, self.panel = prefill_tokens, panel
+        self.seconds = None if itl_budget_ms is None else _MARGIN * itl_budget_ms / 1000.0
+        self.out_of_reach = 0
+        """Rounds that read the smallest quantum although that was expected to break the bound."""
+        self._decode: deque[float] = deque(maxlen=_DECODE_ROUNDS)
+        self._ratio = Points()
+        """Seconds of reading in proportion to the guess, by quanta."""
+        self._rounds = 0
+        self._held_back = False
+
+    def budget(self, decoding: bool) -> int:
+        """Prompt tokens of the next round, in which there are some to read; ``decoding``: whether lanes wait for tokens.
+
+        Where decoding and one quantum together break the bound, every other round reads one, so that prompts get on.
+        """
+        if not decoding:
+            return IDLE_FACTOR * self.prefill_tokens
+        if self.seconds is None:
+            return self.prefill_tokens
+        quanta = self._quanta(self.seconds)
+        if quanta:
+            self._held_back = False
+            return min(self.prefill_tokens, quanta * CHUNK_SIZE)
+        self._held_back = not self._held_back
+        self.out_of_reach += not self._held_back
+        return 0 if self._held_back else CHUNK_SIZE
+
+    def _quanta(self, seconds: float) -> int:
+        """How many fit beside decoding; one as long as nothing is known."""
+        costs = self.costs(self.prefill_tokens // CHUNK_SIZE)
+        if not costs:
+            return 1
+        left = seconds - self.decode_seconds
+        return max((count for count, cost in enumerate(costs, 1) if cost <= left), default=0)
+
+    @property
+    def decode_seconds(self) -> float:
+        """What decoding is expected to take of the next round."""
+        ordered = sorted(self._decode)
+        return ordered[int(_DECODE_RANK * (len(ordered) - 1))] if ordered else 0.0
+
+    def costs(self, most: int) -> list[float]:
+        """Seconds of reading 1 … ``most`` quanta; empty until something is known."""
+        return [ratio * self._guess(count) for count, ratio in enumerate(self._ratio.along(1, most), 1)]
+
+    def _guess(self, quanta: int) -> float:
+        return float(_FIXED_ROWS + -(-quanta * CHUNK_SIZE // self.panel) * self.panel)
+
+    def observe(self, decoding: bool, tokens: int, seconds: float, prefill_seconds: float) -> None:
+        """A finished round of ``seconds``, of which reading ``tokens`` prompt tokens took ``prefill_seconds``."""
+        if self.seconds is None:
+            return
+        self._rounds += 1
+        self._ratio.forget(self._rounds - _MEMORY_ROUNDS)
+        if decoding:
+            self._decode.append(max(0.0, seconds - prefill_seconds))
+        if tokens and prefill_seconds > 0.0:
+            quanta = -(-tokens // CHUNK_SIZE)
+            self._ratio.measure(quanta, prefill_seconds / self._guess(quanta), self._rounds)
+
+
+def deal(unread: Sequence[int], budget: int) -> tuple[list[int], int]:
+    """How many tokens to read of each of some prompts, of which so many are unread, and who is the first to go short (an
+    index; 0 if nobody does).
+
+    Each in turn gets a quantum, until the budget is spent. A prompt is cut only on the grid of the chunked scan, so that the
+    cut cannot be seen in the result.
+    """
+    dealt = [0] * len(unread)
+    while any(done < size for done, size in zip(dealt, unread, strict=True)):
+        for index, size in enumerate(unread):
+            step = min(CHUNK_SIZE, size - dealt[index])
+            if step > budget:
+                return dealt, index
+            dealt[index] += step
+            budget -= step
+    return dealt, 0
