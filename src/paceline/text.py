@@ -7,6 +7,7 @@ sequence alone. How many tokens arrive at a time (one per plain round, a burst p
 from __future__ import annotations
 
 import codecs
+from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
@@ -26,6 +27,11 @@ class Detokenizer:
     def push(self, tokens: Iterable[int]) -> str:
         """Text completed by these tokens."""
         return self._decoder.decode(b"".join(self._token_bytes(token) for token in tokens if token not in self._skip))
+
+    @property
+    def holds_back(self) -> bool:
+        """Whether the text so far stops inside a character."""
+        return bool(self._decoder.getstate()[0])
 
     def flush(self) -> str:
         """The end of the text: U+FFFD if it stops inside a character, else nothing."""
@@ -106,11 +112,23 @@ class TextDelta:
 
 
 class TextStream:
-    """Detokeniser and stop strings of one request, driven token by token."""
+    """Detokeniser and stop strings of one request, driven token by token. With ``align`` it knows which tokens the text
+    shown is of (``release``)."""
 
-    def __init__(self, token_bytes: Callable[[int], bytes], *, skip: Collection[int] = (), stop: Iterable[str] = ()) -> None:
+    def __init__(
+        self,
+        token_bytes: Callable[[int], bytes],
+        *,
+        skip: Collection[int] = (),
+        stop: Iterable[str] = (),
+        align: bool = False,
+    ) -> None:
         self._detokenizer = Detokenizer(token_bytes, skip)
         self._stops = StopStrings(stop)
+        self._align = align
+        self._decoded = self._shown = 0
+        self._undecoded: list[int] = []
+        self._unreleased: deque[tuple[int, int]] = deque()
 
     def push(self, tokens: Iterable[int]) -> TextDelta:
         """Add a burst. After a stop string nothing counts: the delta is empty and says ``stopped``."""
@@ -119,10 +137,38 @@ class TextStream:
         for token in tokens:
             if self._stops.stopped:
                 break
-            text.append(self._stops.push(self._detokenizer.push((token,))))
+            decoded = self._detokenizer.push((token,))
+            if self._align:
+                self._place(decoded)
+            text.append(self._stops.push(decoded))
             counted.append(token)
-        return TextDelta("".join(text), tuple(counted), self._stops.stopped)
+        shown = "".join(text)
+        self._shown += len(shown)
+        return TextDelta(shown, tuple(counted), self._stops.stopped)
 
     def finish(self) -> str:
         """The rest of the text, once the last token has been pushed. Nothing after a stop string."""
-        return self._stops.push(self._detokenizer.flush()) + self._stops.flush()
+        shown = self._stops.push(self._detokenizer.flush()) + self._stops.flush()
+        self._shown += len(shown)
+        return shown
+
+    def _place(self, decoded: str) -> None:
+        """Note which tokens are decoded now that another gave this text. Bytes that were held back for a character are at
+        its beginning; bytes that are held back now are the token's own or, if it shows nothing, an earlier one's."""
+        self._undecoded.append(self._decoded)
+        self._decoded += len(decoded)
+        open_ones = 0 if not self._detokenizer.holds_back else 1 if decoded else len(self._undecoded)
+        complete = len(self._undecoded) - open_ones
+        self._unreleased.extend((start, self._decoded) for start in self._undecoded[:complete])
+        del self._undecoded[:complete]
+
+    def release(self, everything: bool = False) -> tuple[int, ...]:
+        """Of the tokens whose text, to its last character, has been shown since the last call: the character at which each
+        begins. With ``everything``, at the end, of all that are left: those that show nothing begin at the text's end."""
+        if everything:
+            self._unreleased.extend((start, self._shown) for start in self._undecoded)
+            self._undecoded.clear()
+        starts = []
+        while self._unreleased and (everything or self._unreleased[0][1] <= self._shown):
+            starts.append(min(self._unreleased.popleft()[0], self._shown))
+        return tuple(starts)

@@ -25,6 +25,7 @@ NOT_ROWWISE = {
     "decode_arithmetic",
     "allocate_pages",
     "bytes_per_token",
+    "copy_pages",
     "dequantize_rows",
 }
 """Functions of weights, sizes and spans. ``dequantize_rows`` decodes through ``dequantize``; its own test compares bits."""

@@ -19,6 +19,7 @@ from paceline.server.protocol import (
     parse_completion,
     parse_json,
 )
+from paceline.types import MAX_CHOICES, MAX_LOGPROBS
 
 HELLO = [{"role": "user", "content": "hello"}]
 CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
@@ -56,8 +57,8 @@ def test_an_unknown_field_is_refused_unless_null() -> None:
 
 
 def test_true_is_not_one() -> None:
-    with pytest.raises(InvalidRequest, match="n is not supported"):
-        parse_chat(chat(n=True))
+    with pytest.raises(InvalidRequest, match="length_penalty is not supported"):
+        parse_chat(chat(length_penalty=True))
 
 
 def test_sampling_fields_arrive() -> None:
@@ -103,7 +104,14 @@ def test_sampling_fields_arrive() -> None:
         ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
         ({"stream": True, "stream_options": {"speed": 1}}, "stream_options.speed"),
         ({"model": 5}, "model"),
-        ({"n": 3}, "n"),
+        ({"n": 0}, "n"),
+        ({"n": MAX_CHOICES + 1}, "n"),
+        ({"n": "2"}, "n"),
+        ({"logprobs": 1}, "logprobs"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"logprobs": False, "top_logprobs": 3}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": MAX_LOGPROBS + 1}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": True}, "top_logprobs"),
         ({"tools": {}}, "tools"),
         ({"tools": [{"type": "retrieval"}]}, "tools[0]"),
         ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice"),
@@ -111,7 +119,6 @@ def test_sampling_fields_arrive() -> None:
         ({"chat_template_kwargs": []}, "chat_template_kwargs"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"logprobs": True}, "logprobs"),
         ({"presence_penalty": 2.1}, "presence_penalty"),
         ({"frequency_penalty": "much"}, "frequency_penalty"),
         ({"repeat_penalty": 0}, "repetition_penalty"),
@@ -240,3 +247,27 @@ def test_penalties_biases_and_bans() -> None:
     assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) == (0.5, -1, 1.1)
     assert sampling.logit_bias == {7: -100, 12: 2.5} and (sampling.min_tokens, sampling.max_tokens) == (3, 9)
     assert sampling.banned_token_ids == (1, 2) and sampling.allowed_token_ids == (3, 4)
+
+
+def test_logprobs_of_chat_and_completions() -> None:
+    assert [parse_chat(chat(**fields)).sampling.logprobs for fields in ({}, {"logprobs": False, "top_logprobs": 0})] == [
+        None
+    ] * 2
+    assert parse_chat(chat(logprobs=True)).sampling.logprobs == 0
+    assert parse_chat(chat(logprobs=True, top_logprobs=5)).sampling.logprobs == 5
+    assert parse_completion({"prompt": "a", "logprobs": 0}).sampling.logprobs == 0
+    assert parse_completion({"prompt": "a", "logprobs": 2}).sampling.prompt_logprobs is None
+    echoed = parse_completion({"prompt": "a", "logprobs": 2, "echo": True})
+    assert echoed.echo and echoed.sampling.prompt_logprobs == 2
+    for value in (True, MAX_LOGPROBS + 1, -1):
+        with pytest.raises(InvalidRequest) as error:
+            parse_completion({"prompt": "a", "logprobs": value})
+        assert error.value.param == "logprobs"
+
+
+def test_the_choices_of_all_prompts_are_counted_together() -> None:
+    assert parse_completion({"prompt": ["a", "b"], "n": MAX_CHOICES // 2}).sampling.n == MAX_CHOICES // 2
+    with pytest.raises(InvalidRequest, match="2 prompts and n = 65 make 130 choices; a request may have 128"):
+        parse_completion({"prompt": ["a", "b"], "n": 65})
+    with pytest.raises(InvalidRequest, match="best_of is not supported"):
+        parse_completion({"prompt": "a", "n": 2, "best_of": 3})

@@ -16,6 +16,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paceline.errors import AuthenticationError, InvalidRequest, LaneFailed, PacelineError
+from paceline.server.aligned import ScoredToken
 from paceline.server.metrics import Metrics
 from paceline.server.protocol import (
     BodyTooLarge,
@@ -128,11 +129,14 @@ async def _respond(
 
 async def _whole(generation: Generation, reply: Reply) -> dict[str, Any]:
     texts: list[list[str]] = [[] for _ in range(generation.choices)]
+    logprobs: list[list[ScoredToken]] = [[] for _ in range(generation.choices)]
     choices: dict[int, Choice] = {}
     async for delta in generation.deltas():
         texts[delta.index].append(delta.text)
+        logprobs[delta.index].extend(delta.logprobs)
         if delta.finish_reason is not None:
-            choices[delta.index] = Choice("".join(texts[delta.index]), delta.finish_reason)
+            scores = logprobs[delta.index] if generation.scored else None
+            choices[delta.index] = Choice("".join(texts[delta.index]), delta.finish_reason, scores)
     ordered = [choices[index] for index in range(generation.choices)]
     return reply.final(ordered, usage(generation.prompt_tokens, generation.completion_tokens))
 
@@ -145,8 +149,8 @@ async def _events(generation: Generation, reply: Reply, include_usage: bool) -> 
         for chunk in reply.opening(generation.choices):
             yield event(chunk | no_usage)
         async for delta in generation.deltas():
-            if delta.text:
-                yield event(reply.chunk(delta.index, delta.text, None) | no_usage)
+            if delta.text or delta.logprobs:
+                yield event(reply.chunk(delta.index, delta.text, None, delta.logprobs) | no_usage)
             if delta.finish_reason is not None:
                 yield event(reply.chunk(delta.index, "", delta.finish_reason) | no_usage)
         if include_usage:

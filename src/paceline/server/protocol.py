@@ -15,7 +15,7 @@ from typing import Any
 
 from paceline.errors import InvalidRequest, PacelineError
 from paceline.messages import TYPE_NAMES, check_messages, json_type
-from paceline.types import SamplingParams
+from paceline.types import MAX_CHOICES, SamplingParams
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 4096
@@ -89,7 +89,7 @@ _SHARED: dict[str, FieldRule] = {
     "safety_identifier": NEUTRAL,
     "prompt_cache_key": NEUTRAL,
     "cache_prompt": NEUTRAL,
-    "n": Only((1,)),
+    "n": SUPPORTED,
     "presence_penalty": SUPPORTED,
     "frequency_penalty": SUPPORTED,
     "repetition_penalty": SUPPORTED,
@@ -117,8 +117,8 @@ CHAT_FIELDS: dict[str, FieldRule] = _SHARED | {
     "parallel_tool_calls": Only((True,)),
     "functions": Only(([],)),
     "function_call": Only(("none", "auto")),
-    "logprobs": Only((False,)),
-    "top_logprobs": Only((0,)),
+    "logprobs": SUPPORTED,
+    "top_logprobs": SUPPORTED,
     "modalities": Only((["text"],)),
     "add_generation_prompt": Only((True,)),
     "continue_final_message": Only((False,)),
@@ -126,9 +126,9 @@ CHAT_FIELDS: dict[str, FieldRule] = _SHARED | {
 }
 COMPLETION_FIELDS: dict[str, FieldRule] = _SHARED | {
     "prompt": SUPPORTED,
-    "logprobs": Only(),
+    "logprobs": SUPPORTED,
     "best_of": Only((1,)),
-    "echo": Only((False,)),
+    "echo": SUPPORTED,
     "suffix": Only(("",)),
     "add_special_tokens": Only((True,)),
 }
@@ -154,12 +154,14 @@ class ChatRequest:
 
 @dataclass(frozen=True, slots=True)
 class CompletionRequest:
-    """A checked body of /v1/completions. A prompt is text or token ids; each prompt is one choice of the reply."""
+    """A checked body of /v1/completions. A prompt is text or token ids; the reply has ``n`` choices for each, which begin
+    with it if ``echo`` is set."""
 
     prompts: list[str | tuple[int, ...]]
     sampling: SamplingParams
     stream: bool
     include_usage: bool
+    echo: bool = False
 
 
 def parse_json(body: bytes) -> dict[str, Any]:
@@ -183,7 +185,7 @@ def parse_chat(body: Mapping[str, Any]) -> ChatRequest:
         messages=check_messages(body.get("messages")),
         tools=_tools(body),
         template_kwargs=_template_kwargs(body),
-        sampling=_sampling(body),
+        sampling=replace(_sampling(body), logprobs=_chat_logprobs(body)),
         stream=stream,
         include_usage=include_usage,
     )
@@ -193,7 +195,17 @@ def parse_completion(body: Mapping[str, Any]) -> CompletionRequest:
     """Check a body of /v1/completions; ``InvalidRequest`` names the field at fault."""
     _check_fields(body, COMPLETION_FIELDS)
     stream, include_usage = _streaming(body)
-    return CompletionRequest(_prompts(body.get("prompt")), _sampling(body), stream, include_usage)
+    prompts, echo = _prompts(body.get("prompt")), _flag(body, "echo")
+    sampling = replace(_sampling(body), logprobs=body.get("logprobs"))
+    if len(prompts) * sampling.n > MAX_CHOICES:
+        raise InvalidRequest(
+            f"{len(prompts)} prompts and n = {sampling.n} make {len(prompts) * sampling.n} choices; "
+            f"a request may have {MAX_CHOICES}",
+            param="n",
+        )
+    if echo:
+        sampling = replace(sampling, prompt_logprobs=sampling.logprobs)
+    return CompletionRequest(prompts, sampling, stream, include_usage, echo)
 
 
 def _check_fields(body: Mapping[str, Any], rules: Mapping[str, FieldRule], prefix: str = "") -> None:
@@ -218,7 +230,7 @@ def _same(value: object, allowed: object) -> bool:
 
 
 def _sampling(body: Mapping[str, Any]) -> SamplingParams:
-    names = ("temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty")
+    names = ("temperature", "top_p", "top_k", "min_p", "seed", "n", "presence_penalty", "frequency_penalty")
     given = {name: body[name] for name in names if body.get(name) is not None}
     sampling = SamplingParams(
         **given,
@@ -232,6 +244,18 @@ def _sampling(body: Mapping[str, Any]) -> SamplingParams:
     )
     limited = _limit(sampling, body)
     return limited if body.get("min_tokens") is None else replace(limited, min_tokens=body["min_tokens"])
+
+
+def _chat_logprobs(body: Mapping[str, Any]) -> int | None:
+    """How many of the likeliest tokens are wanted beside each; None for no logprobs."""
+    wanted, top = _flag(body, "logprobs"), body.get("top_logprobs")
+    try:
+        top = SamplingParams(logprobs=top).logprobs or 0
+    except InvalidRequest as error:
+        raise InvalidRequest(error.message.replace("logprobs", "top_logprobs", 1), param="top_logprobs") from None
+    if top and not wanted:
+        raise InvalidRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
+    return top if wanted else None
 
 
 def _repetition(body: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.errors import PacelineError
+from paceline.server.aligned import ScoredToken
 from paceline.types import EngineInfo, FinishReason
 
 MAX_ERROR_LENGTH = 1000
@@ -18,10 +19,11 @@ MAX_ERROR_LENGTH = 1000
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One finished choice."""
+    """One finished choice; ``logprobs`` is None where nobody asked for them."""
 
     text: str
     finish_reason: FinishReason
+    logprobs: Sequence[ScoredToken] | None = None
 
 
 class Reply:
@@ -43,13 +45,18 @@ class Reply:
         """The one object of a reply that is not streamed."""
         return self._head | {
             "object": self.whole,
-            "choices": [self._choice(index, choice) for index, choice in enumerate(choices)],
+            "choices": [
+                self._choice(index, choice) | {"logprobs": self._logprobs(choice.logprobs)}
+                for index, choice in enumerate(choices)
+            ],
             "usage": usage,
         }
 
-    def chunk(self, index: int, text: str, finish_reason: FinishReason | None) -> dict[str, Any]:
-        """One chunk of a stream: more text of a choice, or its end."""
-        return self._chunk([self._delta(index, text, finish_reason)])
+    def chunk(
+        self, index: int, text: str, finish_reason: FinishReason | None, logprobs: Sequence[ScoredToken] = ()
+    ) -> dict[str, Any]:
+        """One chunk of a stream: more text of a choice with the logprobs of its tokens, or its end."""
+        return self._chunk([self._delta(index, text, finish_reason) | {"logprobs": self._logprobs(logprobs or None)}])
 
     def usage_chunk(self, usage: dict[str, int]) -> dict[str, Any]:
         """The last chunk of a stream whose client asked for usage: no choices."""
@@ -68,6 +75,9 @@ class Reply:
     def _delta(self, index: int, text: str, finish_reason: FinishReason | None) -> dict[str, Any]:
         raise NotImplementedError
 
+    def _logprobs(self, tokens: Sequence[ScoredToken] | None) -> dict[str, Any] | None:
+        raise NotImplementedError
+
 
 class ChatReply(Reply):
     id_prefix = "chatcmpl"
@@ -83,11 +93,20 @@ class ChatReply(Reply):
 
     def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
         message = {"role": "assistant", "content": choice.text}
-        return {"index": index, "message": message, "logprobs": None, "finish_reason": choice.finish_reason}
+        return {"index": index, "message": message, "finish_reason": choice.finish_reason}
 
     def _delta(self, index: int, text: str, finish_reason: FinishReason | None) -> dict[str, Any]:
         delta = {"content": text} if text else {}
-        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+        return {"index": index, "delta": delta, "finish_reason": finish_reason}
+
+    def _logprobs(self, tokens: Sequence[ScoredToken] | None) -> dict[str, Any] | None:
+        if tokens is None:
+            return None
+        content = [
+            _token(token.token, token.logprob) | {"top_logprobs": [_token(*other) for other in token.top]}
+            for token in tokens
+        ]
+        return {"content": content, "refusal": None}
 
 
 class CompletionReply(Reply):
@@ -98,7 +117,36 @@ class CompletionReply(Reply):
         return self._delta(index, choice.text, choice.finish_reason)
 
     def _delta(self, index: int, text: str, finish_reason: FinishReason | None) -> dict[str, Any]:
-        return {"index": index, "text": text, "logprobs": None, "finish_reason": finish_reason}
+        return {"index": index, "text": text, "finish_reason": finish_reason}
+
+    def _logprobs(self, tokens: Sequence[ScoredToken] | None) -> dict[str, Any] | None:
+        if tokens is None:
+            return None
+        return {
+            "tokens": [_name(token.token) for token in tokens],
+            "token_logprobs": [token.logprob for token in tokens],
+            "top_logprobs": [_likeliest(token) for token in tokens],
+            "text_offset": [token.offset for token in tokens],
+        }
+
+
+def _token(token: bytes, logprob: float | None) -> dict[str, Any]:
+    return {"token": token.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(token)}
+
+
+def _name(token: bytes) -> str:
+    """A token's text; of one that ends inside a character its bytes, as OpenAI writes them, which keeps names apart."""
+    try:
+        return token.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token)
+
+
+def _likeliest(token: ScoredToken) -> dict[str, float] | None:
+    """The likeliest tokens and, as in OpenAI's API, always the one that is there."""
+    if token.logprob is None:
+        return None
+    return {_name(other): logprob for other, logprob in (*token.top, (token.token, token.logprob))}
 
 
 def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn, ParamSpec, Protocol, TypeVar
 
 from paceline.errors import EngineDead, InvalidRequest, LaneFailed, PacelineError
+from paceline.server.aligned import AlignedLogprobs, Echo, ScoredToken
 from paceline.server.metrics import Metrics
 from paceline.server.protocol import ChatRequest, CompletionRequest, NotReady
 from paceline.text import TextStream
@@ -71,27 +72,34 @@ class Backend:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """More of one choice: text to show, the number of tokens behind it, and why it ended if it did."""
+    """More of one choice: text to show, the number of tokens behind it, why it ended if it did, and the logprobs of the
+    tokens of which this is the text, where they are asked for."""
 
     index: int
     text: str
     tokens: int
     finish_reason: FinishReason | None
+    logprobs: tuple[ScoredToken, ...] = ()
 
 
 class Generation:
     """The choices of one client's request while they are generated. Whoever starts one must ``close`` it."""
 
-    def __init__(self, handle: EngineHandle, metrics: Metrics, endpoint: str, arrived: float) -> None:
+    def __init__(
+        self, handle: EngineHandle, metrics: Metrics, endpoint: str, arrived: float, token_bytes: Callable[[int], bytes]
+    ) -> None:
         self.prompt_tokens = 0
         self.completion_tokens = 0
         self._handle = handle
+        self._token_bytes = token_bytes
         self._metrics = metrics
         self._endpoint = endpoint
         self._arrived = arrived
         self._events: asyncio.Queue[tuple[int, Emission] | PacelineError] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
         self._streams: list[TextStream] = []
+        self._scores: list[AlignedLogprobs | None] = []
+        self._echoes: dict[int, Echo] = {}
         self._live: dict[int, str] = {}
         self._last_seen: list[float | None] = []
 
@@ -99,14 +107,23 @@ class Generation:
     def choices(self) -> int:
         return len(self._streams)
 
-    def submit(self, request: Request, stream: TextStream) -> None:
-        """Add a choice."""
+    @property
+    def scored(self) -> bool:
+        """Whether logprobs are asked for."""
+        return any(scores is not None for scores in self._scores)
+
+    def submit(self, request: Request, stream: TextStream, echo: Echo | None = None) -> None:
+        """Add a choice; with ``echo`` its text begins with the prompt."""
         index = len(self._streams)
         self._handle.submit(request, self._sink(index))
         self._streams.append(stream)
+        shift = len(echo.text) if echo else 0
+        self._scores.append(None if request.logprobs is None else AlignedLogprobs(self._token_bytes, shift))
+        if echo:
+            self._echoes[index] = echo
         self._last_seen.append(None)
         self._live[index] = request.id
-        self.prompt_tokens += len(request.prompt)
+        self.prompt_tokens += len(request.prompt) if request.choice == 0 else 0
 
     async def deltas(self) -> AsyncIterator[Delta]:
         """Deltas of all choices as they come; ends when each has a finish reason. Raises what the engine failed with."""
@@ -153,7 +170,29 @@ class Generation:
             text += stream.finish()
         if reason is not None:
             self._end(index, reason)
-        return Delta(index, text, len(piece.tokens), reason)
+        text, logprobs = self._with_prompt(index, emission, text, self._aligned(index, piece.tokens, emission, reason))
+        return Delta(index, text, len(piece.tokens), reason, logprobs)
+
+    def _aligned(
+        self, index: int, tokens: tuple[int, ...], emission: Emission, reason: FinishReason | None
+    ) -> tuple[ScoredToken, ...]:
+        """Logprobs of the tokens whose text is shown now; at the end of the rest."""
+        scores = self._scores[index]
+        if scores is None:
+            return ()
+        scores.add(tokens, emission.logprobs)
+        return scores.take(self._streams[index].release(everything=reason is not None))
+
+    def _with_prompt(
+        self, index: int, emission: Emission, text: str, logprobs: tuple[ScoredToken, ...]
+    ) -> tuple[str, tuple[ScoredToken, ...]]:
+        """Put the prompt in front of the first text of a choice that is to echo it."""
+        echo = self._echoes.pop(index, None)
+        if echo is None:
+            return text, logprobs
+        if self._scores[index] is not None:
+            logprobs = echo.scored(self._token_bytes, emission.prompt_logprobs) + logprobs
+        return echo.text + text, logprobs
 
     def _failure(self, emission: Emission) -> PacelineError:
         message = emission.error or "the engine cancelled the request"
@@ -218,10 +257,10 @@ class Service:
         return self._start("chat", [prompt], request.sampling, arrived)
 
     async def complete(self, request: CompletionRequest, size: int, arrived: float) -> Generation:
-        """Start one choice for each prompt. ``size`` and ``arrived`` as for ``chat``."""
+        """Start ``n`` choices for each prompt, one prompt after another. ``size`` and ``arrived`` as for ``chat``."""
         backend = self.ready()
         prompts = await self.work(size, _completion_prompts, backend, request)
-        return self._start("completions", prompts, request.sampling, arrived)
+        return self._start("completions", prompts, request.sampling, arrived, request.echo)
 
     def abort_all(self, error: PacelineError) -> None:
         """End every running generation with this error, and answer later requests with it."""
@@ -242,16 +281,24 @@ class Service:
         self._generations.discard(generation)
 
     def _start(
-        self, endpoint: str, prompts: Sequence[tuple[int, ...]], sampling: SamplingParams, arrived: float
+        self,
+        endpoint: str,
+        prompts: Sequence[tuple[int, ...]],
+        sampling: SamplingParams,
+        arrived: float,
+        echo: bool = False,
     ) -> Generation:
         backend = self.ready()
-        generation = Generation(backend.handle, self.metrics, endpoint, arrived)
+        token_bytes = backend.tokenizer.token_bytes
+        generation = Generation(backend.handle, self.metrics, endpoint, arrived, token_bytes)
         try:
             for prompt in prompts:
-                request = Request.create(prompt, sampling, backend.handle.info)
-                skip = request.stop_ids | frozenset(backend.tokenizer.special_ids)
-                stream = TextStream(backend.tokenizer.token_bytes, skip=skip, stop=sampling.stop)
-                generation.submit(request, stream)
+                echoed = Echo.of(token_bytes, prompt) if echo else None
+                for request in Request.choices(prompt, sampling, backend.handle.info):
+                    skip = request.stop_ids | frozenset(backend.tokenizer.special_ids)
+                    aligned = request.logprobs is not None
+                    stream = TextStream(token_bytes, skip=skip, stop=sampling.stop, align=aligned)
+                    generation.submit(request, stream, echoed)
         except BaseException:
             generation.close()
             raise
