@@ -13,8 +13,8 @@ from torch import Tensor
 
 from paceline import LLM, SamplingParams
 from paceline.errors import InvalidRequest
-from paceline.penalties import Row, adjusted
-from paceline.types import Adjustments, Request
+from paceline.penalties import adjusted
+from paceline.types import Adjustments, Request, Row
 
 VOCAB, EOS = 50, 7
 CASES: list[dict[str, Any]] = [

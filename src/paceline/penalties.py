@@ -15,25 +15,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from paceline.transfer import to_device
-from paceline.types import Adjustments, Request
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """A row of logits that needs adjusting: its ``index``, whose it is, the tokens ``generated`` before it as far as the
-    host knows them, and the rows of the forward whose input tokens come behind these: ``drafts`` = (first, end)."""
-
-    index: int
-    request: Request
-    generated: Sequence[int]
-    drafts: tuple[int, int] = (0, 0)
+from paceline.types import Adjustments, Row
 
 
 def adjusted(logits: Tensor, rows: Sequence[Row], tokens: Tensor | None = None) -> Tensor:

@@ -157,6 +157,29 @@ class Adjustments:
 
 
 @dataclass(frozen=True, slots=True)
+class Forcing:
+    """Tokens that an answer must have (``paceline.forcing``).
+
+    ``opening`` are the answer's first tokens. A thought goes before the answer if the prompt ends inside one (``thinking``)
+    or the first generated token is ``begin``; it ends with the first token that equals the last of ``closing``. Once it has
+    ``budget`` tokens without that, ``closing`` is forced. The opening then follows the thought. ``closing`` may be empty
+    only where there can be no thought.
+    """
+
+    opening: tuple[int, ...] = ()
+    thinking: bool = False
+    begin: int | None = None
+    closing: tuple[int, ...] = ()
+    budget: int | None = None
+
+    def thought(self, generated: Sequence[int]) -> int | None:
+        """Where the thought begins among the generated tokens, None where there is none."""
+        if self.thinking:
+            return 0
+        return 1 if generated and generated[0] == self.begin else None
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """What the engine is asked for: token ids in, token ids out. Stop *strings* live on the text side, which cancels.
 
@@ -176,10 +199,16 @@ class Request:
     stop_ids: frozenset[int] = frozenset()
     speculate: bool = True
     adjust: Adjustments | None = None
+    forcing: Forcing | None = None
     choice: int = 0
     group: str | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+
+    @property
+    def recalls(self) -> bool:
+        """Whether what may be drawn depends on the tokens generated before."""
+        return self.adjust is not None or self.forcing is not None
 
     @classmethod
     def create(cls, prompt: Sequence[int], sampling: SamplingParams, info: EngineInfo) -> Request:
@@ -210,6 +239,18 @@ class Request:
             return (first,)
         first = replace(first, group=first.id)
         return (first, *(replace(first, id=uuid.uuid4().hex, choice=choice) for choice in range(1, sampling.n)))
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A row of logits whose token depends on those generated before: its ``index``, whose it is, the tokens ``generated``
+    before it as far as the host knows them, and the rows of the forward whose input tokens come behind these: ``drafts`` =
+    (first, end)."""
+
+    index: int
+    request: Request
+    generated: Sequence[int]
+    drafts: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ class VerifySpan:
     anchor: int
     drafts: int
     generated: tuple[int, ...] = ()
-    """All tokens generated so far, the anchor included, where the request's adjustments ask for them."""
+    """All tokens generated so far, the anchor included, where the request recalls them."""
     known: tuple[int, ...] | None = None
     """Where the state of a parked lane is made again: the ``drafts`` tokens behind the anchor, which were generated before.
     All rows are kept, and nothing is drafted or drawn. Such spans are the last of a round."""

@@ -22,14 +22,16 @@ from paceline.engine.drafting import Drafter
 from paceline.engine.graphs import Graphs
 from paceline.engine.plan import PrefillSpan, Round, RoundFailed, RoundResult, RoundTimes, VerifySpan
 from paceline.engine.prompts import prefill_forward, prompt_inputs
-from paceline.engine.rows import sampling_rows
+from paceline.engine.rows import Draw, sampling_rows
 from paceline.engine.scores import Scores
 from paceline.engine.synthetic import SyntheticAcceptance
+from paceline.forcing import forced
 from paceline.models.qwen35 import Hidden, Qwen35
-from paceline.penalties import Row, adjusted
+from paceline.penalties import adjusted
 from paceline.sampling import pick
 from paceline.state.pool import LaneFork, SpanRows, StatePool, Txn
 from paceline.transfer import to_device
+from paceline.types import Row
 
 SCORED_ROWS = 32
 """Rows of a prompt whose logits, which are as wide as the vocabulary, exist at the same time."""
@@ -112,8 +114,7 @@ class Runner:
             logits = verify_forward(self.target, self.drafter, tokens, inputs.half)
         txn.decode = inputs.half
         draws = [(span.request, span.start + row + 1) for span in spans for row in range(span.length)]
-        chosen_from = adjusted(logits[: len(draws)], _adjusted_rows(spans), tokens)
-        picks = pick(chosen_from, sampling_rows(draws, logits.device))
+        picks = _drawn(logits[: len(draws)], draws, _recalling_rows(spans), tokens)
         scores.add(logits, picks, [request for request, _ in draws])
         return self._accept(spans, inputs, tokens, picks)
 
@@ -150,10 +151,10 @@ class Runner:
             return None
         requests = [request for request, _ in drawing]
         rows = to_device(np.array([row for _, row in drawing]), self.pool.device)
-        fresh = [Row(at, request, ()) for at, request in enumerate(requests) if request.adjust]
+        fresh = [Row(at, request, ()) for at, request in enumerate(requests) if request.recalls]
         logits = self.target.logits(hidden.rows(rows))
         draws = [(request, len(request.prompt)) for request in requests]
-        first = pick(adjusted(logits, fresh), sampling_rows(draws, rows.device))
+        first = _drawn(logits, draws, fresh)
         scores.add(logits, first, requests)
         return first
 
@@ -187,11 +188,18 @@ def _read(round: Round, read: list[int], width: int, scores: Scores) -> RoundRes
     return RoundResult(tokens, of_prompts, RoundTimes(), tuple(forks), logprobs, prompt_logprobs)
 
 
-def _adjusted_rows(spans: Sequence[VerifySpan]) -> list[Row]:
+def _drawn(logits: Tensor, draws: Sequence[Draw], recalling: Sequence[Row], tokens: Tensor | None = None) -> Tensor:
+    """The token of each draw, [R]: by the logits, adjusted, and by what is forced at the rows that recall earlier tokens."""
+    chosen_from = adjusted(logits, [row for row in recalling if row.request.adjust], tokens)
+    picks = pick(chosen_from, sampling_rows(draws, logits.device))
+    return forced(picks, [row for row in recalling if row.request.forcing], tokens)
+
+
+def _recalling_rows(spans: Sequence[VerifySpan]) -> list[Row]:
     """Row i of a span has its first i drafts before it, which are the inputs of the rows behind the first."""
     rows, first = [], 0
     for span in spans:
-        if span.request.adjust is not None:
+        if span.request.recalls:
             behind = range(first, first + span.length)
             rows += [Row(index, span.request, span.generated, (first + 1, index + 1)) for index in behind]
         first += span.length

@@ -1,0 +1,85 @@
+"""Tokens that an answer must have at certain places: its opening, and the end of a thought that has used up its budget.
+
+Which token is forced at a row is a function of the request and of the tokens generated before that row, drafts included.
+Most of it the host knows; whether a draft in front of the row ends the thought only the device does, so the host lists what
+is forced in either case and the device looks it up. There is nothing to roll back. The rule is ``Forcing``'s docstring.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paceline.transfer import to_device
+from paceline.types import Forcing, Row
+
+NONE = -1
+"""Nothing is forced; no token has this id."""
+
+
+def forced(picks: Tensor, rows: Sequence[Row], tokens: Tensor | None = None) -> Tensor:
+    """``picks`` [R] with what is forced at the given rows; a copy if anything is. ``tokens`` [>= R] are the input tokens of
+    the forward, which say what the drafts are. Nothing here waits for the device."""
+    ends = {row.request.id: _end_of_thought(row) for row in rows}  # looked for once, not for each row of a span
+    cases = [(row, *_cases(row, ends[row.request.id])) for row in rows]
+    cases = [case for case in cases if any(token != NONE for token in case[2])]
+    if not cases:
+        return picks
+    drafts = max(len(ids) for _, _, ids in cases) - 1
+    packed = np.full((len(cases), 2 * drafts + 3), NONE, dtype=np.int64)
+    for line, (row, end, ids) in zip(packed, cases, strict=True):
+        known = len(ids) - 1
+        line[0], line[1] = row.index, end
+        line[2 : 2 + known], line[2 + drafts] = ids[:-1], ids[-1]
+        line[3 + drafts : 3 + drafts + known] = range(row.drafts[0], row.drafts[0] + known)
+    index, end, ids, sources = to_device(packed, picks.device).split((1, 1, drafts + 1, drafts), dim=1)
+    chosen = ids[:, -1] if drafts == 0 else _by_draft(ids, sources, end, tokens)
+    out = picks.clone()
+    out[index[:, 0]] = torch.where(chosen == NONE, picks[index[:, 0]], chosen)
+    return out
+
+
+def _by_draft(ids: Tensor, sources: Tensor, end: Tensor, tokens: Tensor | None) -> Tensor:
+    """[R]: entry j of a row's ``ids`` where draft j, at ``sources`` j, is the first that ends the thought; else the last."""
+    assert tokens is not None, "drafts without the tokens of the forward"
+    ends = (sources != NONE) & (tokens[sources.clamp(min=0)] == end)
+    places = torch.arange(ends.shape[1], device=ids.device)
+    first = torch.where(ends, places, ends.shape[1]).amin(dim=1, keepdim=True)
+    return ids.gather(1, first)[:, 0]
+
+
+def _end_of_thought(row: Row) -> int | None:
+    """How many of the tokens that the host knows the thought takes up; None if it goes on behind them."""
+    forcing = _forcing(row)
+    begin = forcing.thought(row.generated)
+    if begin is None:
+        return 0
+    try:
+        return row.generated.index(forcing.closing[-1], begin) + 1
+    except ValueError:
+        return None
+
+
+def _cases(row: Row, end_of_thought: int | None) -> tuple[int, list[int]]:
+    """What is forced at a row: the token that ends the thought; what is forced if draft 0, 1, … is the first such token,
+    and, last, if none is."""
+    forcing, drafts = _forcing(row), row.drafts[1] - row.drafts[0]
+    before = len(row.generated) + drafts
+    if end_of_thought is not None:
+        return NONE, [_at(forcing.opening, before - end_of_thought)]
+    begin = forcing.thought(row.generated)
+    over = NONE if forcing.budget is None or begin is None else before - begin - forcing.budget
+    after_draft = [_at(forcing.opening, drafts - at - 1) for at in range(drafts)]
+    return forcing.closing[-1], [*after_draft, _at(forcing.closing, over)]
+
+
+def _forcing(row: Row) -> Forcing:
+    assert row.request.forcing is not None, "a row where nothing is forced"
+    return row.request.forcing
+
+
+def _at(tokens: Sequence[int], index: int) -> int:
+    return tokens[index] if 0 <= index < len(tokens) else NONE
