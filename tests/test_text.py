@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import codecs
 import time
 from collections.abc import Sequence
 
@@ -108,3 +109,49 @@ def test_a_long_near_match_costs_linear_time() -> None:
     shown = finder.push("a" * 50_000) + finder.push("a" * 50_000)
     assert len(shown) == 50_000
     assert time.perf_counter() - started < 2.0
+
+
+def aligned(bursts: Sequence[Sequence[bytes]], stop: Sequence[str]) -> tuple[list[int], list[int], str]:
+    """Per token that counts: where it begins, and how many characters had been shown when it was released; the text."""
+    vocabulary = [piece for burst in bursts for piece in burst]
+    stream = TextStream(vocabulary.__getitem__, stop=stop, align=True)
+    text, starts, shown, first, counted = "", list[int](), list[int](), 0, 0
+    for burst in bursts:
+        delta = stream.push(range(first, first + len(burst)))
+        text, first, counted = text + delta.text, first + len(burst), counted + len(delta.tokens)
+        new = stream.release()
+        starts, shown = starts + list(new), shown + [len(text)] * len(new)
+    text += stream.finish()
+    rest = stream.release(everything=True)
+    starts, shown = starts + list(rest), shown + [len(text)] * len(rest)
+    assert len(starts) == counted, "an entry per token"
+    return starts, shown, text
+
+
+@given(bursts_of_pieces, stops)
+def test_tokens_are_released_with_the_last_of_their_text(bursts: Bursts, stop: list[str]) -> None:
+    pieces = [piece for burst in bursts for piece in burst]
+    starts, shown, text = aligned(bursts, stop)
+    assert (starts, text) == (aligned([[piece] for piece in pieces], stop)[0], run(bursts, stop)[0])
+    for index, start in enumerate(starts):
+        before = codecs.getincrementaldecoder("utf-8")("replace").decode(b"".join(pieces[:index]))
+        assert start == min(len(before), len(text))
+        end = len(b"".join(pieces[: index + 1]).decode("utf-8", "replace"))
+        assert shown[index] >= min(end, len(text)), "released before its text was shown"
+
+
+def test_a_token_waits_for_its_character_and_for_a_stop_string() -> None:
+    tokens = [b"a", EURO[:1], EURO[1:2], EURO[2:] + b"b", b"S", b"T", b"x", b"ST", b"OP"]
+    stream = TextStream(tokens.__getitem__, stop=["STOP"], align=True)
+    seen = [(stream.push([index]).text, stream.release()) for index in range(8)]
+    assert seen == [
+        ("a", (0,)),
+        ("", ()),
+        ("", ()),
+        ("€b", (1, 1, 1)),
+        ("", ()),
+        ("", ()),
+        ("STx", (3, 4, 5)),
+        ("", ()),
+    ]
+    assert (stream.push([8]).text, stream.release(everything=True)) == ("", (6, 6)), "those of the stop string show nothing"

@@ -15,7 +15,7 @@ from paceline.engine.engine import Engine
 from paceline.errors import InvalidRequest, LaneFailed
 from paceline.messages import check_messages
 from paceline.text import TextStream
-from paceline.types import Emission, EngineStats, FinishReason, Request, RequestStats, SamplingParams
+from paceline.types import Emission, EngineStats, FinishReason, Request, RequestStats, SamplingParams, TokenLogprob
 from paceline.weights.load import open_target
 
 Message = dict[str, Any]
@@ -35,7 +35,11 @@ class Usage:
 @dataclass(frozen=True, slots=True)
 class Result:
     """One answer. ``tokens`` are all generated ids, the ending stop id included; ``text`` shows neither it nor a matched
-    stop string. ``error`` is set beside ``finish_reason == "error"``."""
+    stop string. ``error`` is set beside ``finish_reason == "error"``.
+
+    Where they are asked for, ``logprobs`` has an entry per token and ``prompt_logprobs`` one per token of the prompt, None
+    for its first. ``others`` are the answers 1 … n - 1 to the same prompt; this is answer 0.
+    """
 
     text: str
     tokens: list[int]
@@ -43,17 +47,28 @@ class Result:
     usage: Usage
     stats: RequestStats
     error: str | None = None
+    logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    others: tuple[Result, ...] = ()
+
+    @property
+    def choices(self) -> tuple[Result, ...]:
+        """All answers to the prompt."""
+        return (self, *self.others)
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """A piece of a streamed answer; the last one carries ``finish_reason``, ``stats`` and, of a failed one, ``error``."""
+    """A piece of a streamed answer, with the logprobs of its tokens if they are asked for; the first one carries
+    those of the prompt's tokens but the first, the last one ``finish_reason``, ``stats`` and, of a failed one, ``error``."""
 
     text: str
     tokens: tuple[int, ...]
     finish_reason: FinishReason | None = None
     stats: RequestStats | None = None
     error: str | None = None
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
 
 class LLM:
@@ -94,7 +109,8 @@ class LLM:
         """Answer a list of prompts, as many at a time as there are lanes; results come in order.
 
         A prompt is raw text (special tokens parsed, no template), a list of token ids, or a list of messages (through the
-        chat template). A bare string is a list of one. ``sampling`` is one object for all, or one per prompt.
+        chat template). A bare string is a list of one. ``sampling`` is one object for all, or one per prompt. With its
+        ``n`` above 1 the result of a prompt is answer 0 and holds the others.
         """
         prompts = [prompts] if isinstance(prompts, str) else _list("prompts", prompts)
         if sampling is None or isinstance(sampling, SamplingParams):
@@ -102,19 +118,25 @@ class LLM:
         sampling = _list("sampling", sampling)
         if len(sampling) != len(prompts):
             raise InvalidRequest(f"{len(prompts)} prompts but {len(sampling)} sampling parameters", param="sampling")
-        requests = [self._request(prompt, params) for prompt, params in zip(prompts, sampling, strict=True)]
+        requests = [self._requests(prompt, params) for prompt, params in zip(prompts, sampling, strict=True)]
         try:
-            running = [_Running(self, request, params) for request, params in zip(requests, sampling, strict=True)]
-            return [entry.result() for entry in running]
+            running = [
+                [_Running(self, request, params) for request in choices]
+                for choices, params in zip(requests, sampling, strict=True)
+            ]
+            return [_together([entry.result() for entry in choices]) for choices in running]
         except BaseException:  # an interrupt too: nobody waits for the others any more
-            for request in requests:
+            for request in (request for choices in requests for request in choices):
                 self._engine.cancel(request.id)
             raise
 
     def stream(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Iterator[Delta]:
         """Answer one prompt piece by piece. Leaving the iteration early cancels the request."""
         params = sampling or SamplingParams()
-        yield from _Running(self, self._request(prompt, params), params).deltas()
+        first, *others = self._requests(prompt, params)
+        if others:
+            raise InvalidRequest(f"a stream is one answer, and n is {params.n}: use generate", param="n")
+        yield from _Running(self, first, params).deltas()
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt in any of its forms. ``InvalidRequest`` says what is wrong with one."""
@@ -143,7 +165,7 @@ class LLM:
             raise InvalidRequest(f"token id {item!r} is outside 0 … {self.info.vocab_size - 1}", param="prompts")
         return item
 
-    def _request(self, prompt: Prompt, params: SamplingParams) -> Request:
+    def _requests(self, prompt: Prompt, params: SamplingParams) -> tuple[Request, ...]:
         if not isinstance(params, SamplingParams):
             raise InvalidRequest(f"sampling must hold SamplingParams, got {type(params).__name__}", param="sampling")
         tokens = self.encode(prompt)
@@ -153,7 +175,7 @@ class LLM:
                 param="prompts",
                 code="context_length_exceeded",
             )
-        return Request.create(tokens, params, self.info)
+        return Request.choices(tokens, params, self.info)
 
 
 def _list(name: str, values: Iterable[Any]) -> list[Any]:
@@ -181,8 +203,14 @@ class _Running:
                 piece = self._text.push(emission.tokens)
                 counted += piece.tokens
                 reason: FinishReason | None = "stop" if piece.stopped else emission.finish_reason
+                delta = Delta(
+                    piece.text,
+                    piece.tokens,
+                    logprobs=emission.logprobs[: len(piece.tokens)],
+                    prompt_logprobs=emission.prompt_logprobs,
+                )
                 if reason is None:
-                    yield Delta(piece.text, piece.tokens)
+                    yield delta
                     continue
                 ended = emission.finish_reason is not None
                 if not ended:
@@ -190,7 +218,8 @@ class _Running:
                     emission = self._last_emission()
                     ended = True
                 stats = _counted(emission.stats, len(counted))
-                yield Delta(piece.text + self._text.finish(), piece.tokens, reason, stats, emission.error)
+                text = piece.text + self._text.finish()
+                yield dataclasses.replace(delta, text=text, finish_reason=reason, stats=stats, error=emission.error)
         finally:
             if not ended:
                 self._engine.cancel(self._request.id)
@@ -207,6 +236,8 @@ class _Running:
         if last.stats is None:
             raise LaneFailed(last.error or "the request ended without a reason")
         tokens = [token for delta in deltas for token in delta.tokens]
+        logprobs = [entry for delta in deltas for entry in delta.logprobs]
+        of_prompt: list[TokenLogprob | None] = [None, *(entry for delta in deltas for entry in delta.prompt_logprobs)]
         return Result(
             text="".join(delta.text for delta in deltas),
             tokens=tokens,
@@ -214,7 +245,14 @@ class _Running:
             usage=Usage(len(self._request.prompt), len(tokens)),
             stats=last.stats,
             error=last.error,
+            logprobs=None if self._request.logprobs is None else logprobs,
+            prompt_logprobs=None if self._request.prompt_logprobs is None else of_prompt,
         )
+
+
+def _together(choices: list[Result]) -> Result:
+    first, *others = choices
+    return dataclasses.replace(first, others=tuple(others))
 
 
 def _counted(stats: RequestStats | None, tokens: int) -> RequestStats | None:
