@@ -102,7 +102,7 @@ def test_streamed_logprobs_come_with_their_text(server: Running) -> None:
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 def test_a_stream_says_what_the_whole_reply_says(server: Running, path: str) -> None:
-    server.engine.script = says("Grüße ", "aus"[:1], "us".encode() + "ü".encode()[:1], finish="length")
+    server.engine.script = says("Grüße ", "a", b"us" + "ü".encode()[:1], finish="length")
     asked: dict[str, Any] = {"logprobs": True, "top_logprobs": 1} if path == CHAT else {"logprobs": 1, "echo": True}
     whole = post(server, path, n=2, **asked)
     parts = [c["choices"][0] for c in chunks(server, path, n=2, **asked)]
