@@ -47,6 +47,12 @@ CASES = [
     replace(
         ON, name="on, 6 lanes, adjusted, drafts vary", tokens_of="off, 1 lane, adjusted", adjusted=True, vary=True, lanes=6
     ),
+    replace(OFF, name="off, 1 lane, forced", forced=True),
+    replace(ON, name="on, 6 lanes, forced, drafts vary", tokens_of="off, 1 lane, forced", forced=True, vary=True, lanes=6),
+    replace(LIKE_ON, name="on, 3 lanes, parking", lanes=3, parking=True),
+    replace(OFF, name="off, 3 lanes, parking, rounds fail", tokens_of=OFF.name, lanes=3, parking=True, faults=True),
+    replace(ON, name="on, 2 lanes, priorities, parking, drafts vary", lanes=2, priorities=True, parking=True, vary=True),
+    replace(ON, name="on, 4 lanes, a bound out of reach", lanes=4, itl_budget_ms=0.001, prefill_tokens=64),
     *against_itself(replace(ON, lanes=6, cache_type_k="f32", cache_type_v="f32"), "f32", lanes=2),
     *against_itself(replace(ON, lanes=6, cache_type_k="f16", cache_type_v="f16"), "f16", lanes=2),
     *against_itself(replace(ON, lanes=6, cache_type_k="bf16", cache_type_v="bf16"), "bf16", lanes=2),

@@ -133,6 +133,7 @@ _MAY_BE_NONE = (
     "kv_pool_tokens",
     "threads",
     "spec_synth_len",
+    "itl_budget_ms",
     "model_name",
 )
 
@@ -156,6 +157,7 @@ class EngineOptions:
     kv_pool_tokens: int | None = None
     admission_coalesce_ms: float = 20.0
     prefill_tokens: int = 512
+    itl_budget_ms: float | None = None
     threads: int | None = None
     cuda_graphs: bool = True
     expand_weights: bool = True
@@ -189,11 +191,14 @@ class EngineOptions:
                 param="admission_coalesce_ms",
             )
 
+        if self.itl_budget_ms is not None and not 0 < self.itl_budget_ms <= 60_000:
+            raise ConfigError(f"itl_budget_ms must lie in (0, 60000], got {self.itl_budget_ms:g}", param="itl_budget_ms")
+
     def _check_types(self) -> None:
         for wanted, kinds, names in (
             ("text", (str,), ("target", "drafter", "device", "model_name")),
             ("an integer", (int,), tuple(_LOWEST)),
-            ("a number", (int, float), ("admission_coalesce_ms", "spec_synth_len")),
+            ("a number", (int, float), ("admission_coalesce_ms", "spec_synth_len", "itl_budget_ms")),
             ("True or False", (bool,), ("speculation", "cuda_graphs", "expand_weights", "nvtx")),
         ):
             for name in names:

@@ -11,7 +11,7 @@ from typing import Literal, Protocol
 
 from paceline.errors import InvalidRequest
 
-FinishReason = Literal["stop", "length", "cancelled", "error"]
+FinishReason = Literal["stop", "length", "cancelled", "error", "timeout"]
 RowKind = Literal["decode", "prefill"]
 """Which product and attention kernels a row goes through. It is decided by where the row's token came from (generated or
 prompt) and never by how many rows there are."""
@@ -185,7 +185,8 @@ class Request:
 
     ``choice`` tells the answers to one prompt apart; it is part of what the noise is drawn from. Requests of one ``group``
     have the same prompt, which is read once where their lanes allow it. ``logprobs`` and ``prompt_logprobs`` say how many of
-    the likeliest tokens are reported beside each token's own logprob, None for no logprobs.
+    the likeliest tokens are reported beside each token's own logprob, None for no logprobs. A lower ``priority`` goes first.
+    ``timeout``: seconds after which the request ends, counted from its arrival in the engine.
     """
 
     id: str
@@ -204,6 +205,8 @@ class Request:
     group: str | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    priority: int = 0
+    timeout: float | None = None
 
     @property
     def recalls(self) -> bool:
@@ -318,11 +321,37 @@ class EngineInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class LaneStats:
+    """A live lane after a round. ``width`` rows were verified in its last decode round (0: there was none); ``rounds`` counts
+    its decode rounds, ``age_seconds`` since the request arrived."""
+
+    lane: int
+    request_id: str
+    state: Literal["prefill", "decode"]
+    prompt_tokens: int
+    prefilled: int
+    generated: int
+    width: int
+    rounds: int
+    drafted: int
+    accepted: int
+    age_seconds: float
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens emitted per verify round. The first token is the prefill's."""
+        return (self.generated - 1) / self.rounds if self.rounds else 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     """Counters since start. ``drafted`` and ``accepted`` are by draft position (index 0 is the first draft).
 
     ``decode_rounds`` counts rounds with decode rows as they were planned: ``plain`` (nobody drafts), ``drafting``, and
-    ``probe`` (somebody drafts only so that it is known whether drafting pays).
+    ``probe`` (somebody drafts only so that it is known whether drafting pays). ``parked`` of the ``queued`` had a lane before
+    and go on later; ``parkings`` counts by cause (``pages``, ``priority``) how often one was taken away, ``restored_tokens``
+    generated tokens that were put into state again. ``itl_out_of_reach`` counts rounds that broke the bound on the time
+    between tokens because the prompt that was waiting could not have been read otherwise.
     """
 
     queued: int = 0
@@ -338,6 +367,11 @@ class EngineStats:
     accepted: tuple[int, ...] = ()
     pages_free: int = 0
     pages_total: int = 0
+    running: tuple[LaneStats, ...] = ()
+    parked: int = 0
+    parkings: dict[str, int] = field(default_factory=dict)
+    restored_tokens: int = 0
+    itl_out_of_reach: int = 0
 
     @property
     def acceptance_length(self) -> float:

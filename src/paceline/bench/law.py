@@ -36,13 +36,14 @@ from paceline.engine.capacity import plan_state
 from paceline.engine.drafting import DFlashDrafter, Drafter
 from paceline.engine.engine import Engine
 from paceline.engine.graphs import Graphs
+from paceline.engine.pacing import Pacer
 from paceline.engine.plan import Round, RoundResult
 from paceline.engine.policy import make_policy
 from paceline.engine.runner import Runner
 from paceline.engine.scheduler import Scheduler
 from paceline.models.qwen35 import key_head_of
-from paceline.state.pool import StatePool
-from paceline.types import Emission, EngineInfo, Request, SamplingParams
+from paceline.state.pool import StatePool, Txn
+from paceline.types import Emission, EngineInfo, Forcing, Request, SamplingParams
 from paceline.weights.load import open_target
 
 PACKAGE = Path(paceline.__file__).parent
@@ -63,6 +64,14 @@ ADJUSTMENTS: tuple[dict[str, Any], ...] = (
     {},
 )
 """Of prompt i, in the cases that are about them: entry i modulo 5."""
+FORCINGS = (
+    Forcing((696, 478, 322), True, None, (25, 198), 9),
+    Forcing((), True, None, (198,), 12),
+    Forcing((16381, 198, 696, 478)),
+    Forcing((16381, 198), True, None, (16380,), 5),
+)
+"""The same for thoughts and openings: entry i modulo 4. The second and the first often end their thoughts by themselves,
+with a newline (198), in the middle of a span."""
 _PATIENCE_SECONDS = 300.0
 """Without one emission in this time, an engine counts as hung."""
 
@@ -99,17 +108,17 @@ class Workbench:
         target = loaded.runner.target
         drafter = self._drafter(case, loaded, references) if case.speculation else None
         config = drafter.model.config if isinstance(drafter, DFlashDrafter) else None
-        pool = StatePool(
+        pool = (FailingPool if case.faults else StatePool)(
             plan_state(options, target.config, config, loaded.runner.pool.device),
             key_head_of(target.config),
             loaded.runner.pool.device,
             verify_rows=drafter.block_size if drafter else 1,
         )
         scheduler = Scheduler(
-            pool,
+            ShortOfPages(pool, random.Random(case.name)) if case.parking else pool,
             max_ctx=MAX_CTX,
             block_size=drafter.block_size if drafter else 1,
-            prefill_tokens=case.prefill_tokens,
+            pacer=Pacer(case.prefill_tokens, case.itl_budget_ms),
             clock=time.monotonic,
             policy=make_policy(case.draft_policy),
         )
@@ -128,6 +137,31 @@ class Workbench:
             truth = {str(index): answer.tokens for index, answer in references[case.tokens_of].items()}
             return ScriptedDrafter(truth, BLOCK_SIZE, target.config.vocab_size)
         return drafter
+
+
+class ShortOfPages:
+    """A pool's lanes that have now and then no room for what is asked, so that the youngest is parked."""
+
+    def __init__(self, pool: StatePool, dice: random.Random) -> None:
+        self._pool, self._dice = pool, dice
+        self.count, self.longest = pool.count, pool.longest
+        self.fits, self.admit, self.release = pool.fits, pool.admit, pool.release
+
+    def grow(self, lane: int, tokens: int) -> bool:
+        return self._dice.randrange(10) > 0 and self._pool.grow(lane, tokens)
+
+
+class FailingPool(StatePool):
+    """A pool that now and then fails to commit a round of several spans, so that it is run again lane by lane."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._dice = random.Random(0)
+
+    def apply(self, txn: Txn, keep: torch.Tensor) -> None:
+        if len(txn.spans) > 1 and not self._dice.randrange(6):
+            raise MemoryError("made up")
+        super().apply(txn, keep)
 
 
 def run_case(parts: EngineParts, case: Case, prompts: Prompts) -> Answers:
@@ -158,7 +192,10 @@ def _request(case: Case, index: int, prompt: tuple[int, ...], info: EngineInfo) 
     if case.adjusted:
         params = replace(params, **ADJUSTMENTS[index % len(ADJUSTMENTS)])
     speculate = not case.mixed or index % 2 == 0
-    return replace(Request.create(prompt, params, info), id=str(index), speculate=speculate)
+    forcing = FORCINGS[index % len(FORCINGS)] if case.forced else None
+    made = Request.create(prompt, params, info)
+    priority = index % 3 if case.priorities else 0
+    return replace(made, id=str(index), speculate=speculate, forcing=forcing, priority=priority)
 
 
 def _submit_among_neighbours(

@@ -23,9 +23,11 @@ class Case:
     A case that is compared with nothing is a reference. ``whole`` asks the whole workload, else two fifths of it.
     ``drafter``: the one in the file, the same with random weights, or a script that has as many drafts right as its turn
     says. ``neighbours`` lets the requests arrive at random among others that are cancelled; ``mixed`` has every other
-    request go without speculation; ``adjusted`` gives the requests penalties, biases and bans; ``vary`` draws the number of
-    drafts anew before each round. The policy is ``fixed`` but where it is the thing tested: acceptances are compared, and an
-    ``auto`` one's depend on how long rounds took.
+    request go without speculation; ``adjusted`` gives the requests penalties, biases and bans, ``forced`` thoughts with
+    budgets and openings; ``vary`` draws the number of drafts anew before each round; ``parking`` lets pages run short at
+    random, ``priorities`` gives requests one of three, ``faults`` lets rounds fail at random and be run again. The policy is
+    ``fixed`` but where it is the thing tested: acceptances are compared, and an ``auto`` one's depend on how long rounds
+    took.
     """
 
     name: str
@@ -40,6 +42,7 @@ class Case:
     cache_type_k: CacheType = "q8_0"
     cache_type_v: CacheType = "q8_0"
     prefill_tokens: int = 512
+    itl_budget_ms: float | None = None
     threads: int = 2
     cuda_graphs: bool = True
     draft_swa: int | None = None
@@ -49,6 +52,10 @@ class Case:
     mixed: bool = False
     vary: bool = False
     adjusted: bool = False
+    forced: bool = False
+    parking: bool = False
+    priorities: bool = False
+    faults: bool = False
 
     def options(self) -> EngineOptions:
         return EngineOptions(
@@ -62,6 +69,7 @@ class Case:
             draft_block_size=self.draft_block_size,
             draft_policy=self.draft_policy,
             prefill_tokens=self.prefill_tokens,
+            itl_budget_ms=self.itl_budget_ms,
             threads=self.threads,
             cuda_graphs=self.cuda_graphs,
         )
@@ -83,7 +91,9 @@ def table() -> list[Case]:
         part,
         *_schedules(replace(part, keeps_of=part.name)),
         *_drafting(part),
-        *_adjusted(replace(part, adjusted=True)),
+        *_recalling(replace(part, adjusted=True), "adjusted"),
+        *_recalling(replace(part, forced=True), "forced"),
+        *_parking(replace(part, parking=True)),
         *_arithmetics(part),
     ]
 
@@ -116,6 +126,23 @@ def _schedules(part: Case) -> list[Case]:
     return cases
 
 
+def _parking(part: Case) -> list[Case]:
+    """Lanes that are parked and made again, priorities that take lanes away, rounds that are run twice, a bound on the time
+    between tokens that is out of reach."""
+    ranked = replace(part, priorities=True, parking=False)
+    return [
+        *_on_and_off(replace(part, keeps_of="on, 6 lanes, part"), ", parking", (3, 6)),
+        replace(part, name="on, 6 lanes, parking, drafts vary, neighbours", vary=True, mixed=True, neighbours=True),
+        replace(part, name="on, 6 lanes, parking, adjusted", tokens_of="off, 1 lane, adjusted", adjusted=True, vary=True),
+        replace(part, name="on, 6 lanes, parking, scripted drafter", drafter="scripted"),
+        replace(ranked, name="on, 3 lanes, priorities, neighbours", lanes=3, neighbours=True),
+        replace(part, name="on, 3 lanes, parking, priorities", lanes=3, priorities=True),
+        replace(part, name="on, 6 lanes, rounds fail", parking=False, faults=True),
+        replace(part, name="on, 6 lanes, parking, rounds fail", vary=True, faults=True),
+        replace(part, name="on, 6 lanes, a bound out of reach", parking=False, itl_budget_ms=0.001, neighbours=True),
+    ]
+
+
 def _drafting(part: Case) -> list[Case]:
     """Numbers of drafts, drafters, windows."""
     cases = [
@@ -142,16 +169,16 @@ def _drafting(part: Case) -> list[Case]:
     return cases
 
 
-def _adjusted(part: Case) -> list[Case]:
-    """Penalties, biases and bans, with and without drafts."""
-    base = "off, 1 lane, adjusted"
+def _recalling(part: Case, word: str) -> list[Case]:
+    """Requests whose tokens depend on those before in other ways than through the model, with and without drafts."""
+    base = f"off, 1 lane, {word}"
     case = replace(part, tokens_of=base)
     return [
         replace(case, name=base, tokens_of=None, lanes=1, speculation=False),
-        replace(case, name="on, 1 lane, adjusted", lanes=1),
-        replace(case, name="on, 6 lanes, adjusted"),
-        replace(case, name="on, 6 lanes, adjusted, drafts vary, neighbours", vary=True, neighbours=True),
-        replace(case, name="on, 6 lanes, adjusted, random drafter", drafter="random"),
+        replace(case, name=f"on, 1 lane, {word}", lanes=1),
+        replace(case, name=f"on, 6 lanes, {word}"),
+        replace(case, name=f"on, 6 lanes, {word}, drafts vary, neighbours", vary=True, neighbours=True),
+        replace(case, name=f"on, 6 lanes, {word}, random drafter", drafter="random"),
     ]
 
 

@@ -69,6 +69,7 @@ class EngineLoop:
         self._unsent += self._receive()
         if self._stopping:
             return
+        self._unsent += self.scheduler.expire()
         round = self.scheduler.plan()
         if round:
             emissions = self._execute(round)  # sends what has not been sent, and only then are there others
@@ -158,4 +159,4 @@ def _lane_by_lane(round: Round) -> Iterable[Round]:
 
 
 def _without_drafts(span: VerifySpan) -> VerifySpan:
-    return replace(span, drafts=0)
+    return replace(span, drafts=0) if span.drafting else span

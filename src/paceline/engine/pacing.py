@@ -19,16 +19,15 @@ _MARGIN = 0.9
 _DECODE_ROUNDS = 32
 _DECODE_RANK = 0.9
 """Decoding is taken to last as long as in the slower ones of the last rounds; a rare stall is none of them."""
-_FIXED_ROWS = 64
-"""Before more is known, reading N tokens is taken to cost in proportion to 64 + N."""
+_FIXED_ROWS = 128
+"""Between numbers of tokens that were measured, and beyond, reading N is taken to cost in proportion to 128 + N."""
 _MEMORY_ROUNDS = 1000
 
 
 class Pacer:
-    def __init__(self, prefill_tokens: int, itl_budget_ms: float | None, panel: int = CHUNK_SIZE) -> None:
-        """``prefill_tokens``: read per round at most while lanes decode. ``itl_budget_ms``: the bound, None for none.
-        ``panel``: prompt rows are multiplied in blocks of so many, and part of one costs as much as all of it."""
-        self.prefill_tokens, self.panel = prefill_tokens, panel
+    def __init__(self, prefill_tokens: int, itl_budget_ms: float | None = None) -> None:
+        """``prefill_tokens``: read per round at most while lanes decode. ``itl_budget_ms``: the bound, None for none."""
+        self.prefill_tokens = prefill_tokens
         self.seconds = None if itl_budget_ms is None else _MARGIN * itl_budget_ms / 1000.0
         self.out_of_reach = 0
         """Rounds that read the smallest quantum although that was expected to break the bound."""
@@ -71,10 +70,7 @@ class Pacer:
 
     def costs(self, most: int) -> list[float]:
         """Seconds of reading 1 … ``most`` quanta; empty until something is known."""
-        return [ratio * self._guess(count) for count, ratio in enumerate(self._ratio.along(1, most), 1)]
-
-    def _guess(self, quanta: int) -> float:
-        return float(_FIXED_ROWS + -(-quanta * CHUNK_SIZE // self.panel) * self.panel)
+        return [ratio * _guess(count) for count, ratio in enumerate(self._ratio.along(1, most), 1)]
 
     def observe(self, decoding: bool, tokens: int, seconds: float, prefill_seconds: float) -> None:
         """A finished round of ``seconds``, of which reading ``tokens`` prompt tokens took ``prefill_seconds``."""
@@ -86,7 +82,11 @@ class Pacer:
             self._decode.append(max(0.0, seconds - prefill_seconds))
         if tokens and prefill_seconds > 0.0:
             quanta = -(-tokens // CHUNK_SIZE)
-            self._ratio.measure(quanta, prefill_seconds / self._guess(quanta), self._rounds)
+            self._ratio.measure(quanta, prefill_seconds / _guess(quanta), self._rounds)
+
+
+def _guess(quanta: int) -> int:
+    return _FIXED_ROWS + quanta * CHUNK_SIZE
 
 
 def deal(unread: Sequence[int], budget: int) -> tuple[list[int], int]:

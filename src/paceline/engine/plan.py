@@ -35,7 +35,7 @@ class VerifySpan:
 
 @dataclass(frozen=True, slots=True)
 class PrefillSpan:
-    """A chunk of a lane's prompt. The final one yields the first token."""
+    """A chunk of a lane's prompt. The final one yields the first token; a prompt that is read again has none."""
 
     request: Request
     lane: int
@@ -82,7 +82,8 @@ class RoundTimes:
 class RoundResult:
     """``verify[i]``: the tokens that span i yields (accepted drafts, then the target's own pick); ``prefill[i]``: the first
     token of a final chunk, else None; ``forks[i]``: that of fork i. By request id, where they are asked for: ``logprobs`` of
-    the tokens yielded (and of what follows, which nobody keeps), ``prompt_logprobs`` of the tokens behind a chunk's."""
+    the tokens yielded (and of what follows, which nobody keeps), ``prompt_logprobs`` of the tokens behind a chunk's.
+    ``broken``: ids of requests whose logits were not numbers, so that their tokens mean nothing."""
 
     verify: tuple[tuple[int, ...], ...]
     prefill: tuple[int | None, ...]
@@ -90,6 +91,7 @@ class RoundResult:
     forks: tuple[int, ...] = ()
     logprobs: Mapping[str, Sequence[TokenLogprob]] = field(default_factory=dict)
     prompt_logprobs: Mapping[str, Sequence[TokenLogprob]] = field(default_factory=dict)
+    broken: tuple[str, ...] = ()
 
 
 class RoundFailed(Exception):

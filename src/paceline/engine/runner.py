@@ -71,11 +71,11 @@ class Runner:
             with clock.stage("draft"):
                 drafts = self._draft(round.verify)
             with clock.stage("verify"):
-                verdict = self._verify(round.verify, drafts, txn, scores)
+                verdict, broken = self._verify(round.verify, drafts, txn, scores)
             with clock.stage("prefill"):
-                first = self._prefill(round, txn, scores)
+                first, broken_first = self._prefill(round, txn, scores)
             with clock.stage("commit"):
-                results = _joined(round, verdict, first, scores)
+                results = _joined(round, verdict, first, (broken, broken_first), scores)
                 self.pool.apply(txn, verdict.keep)
         except Exception as cause:
             if txn is not None:
@@ -91,48 +91,74 @@ class Runner:
         return replace(result, times=clock.times())
 
     def _draft(self, spans: tuple[VerifySpan, ...]) -> Tensor | None:
-        """Drafts [D, B - 1] of the lanes that speculate in this round."""
-        drafting = [span for span in spans if span.drafts]
-        if not drafting:
-            return None
-        assert self.drafter is not None, "drafts planned without a drafter"
-        captured = self.graphs.draft(drafting) if self.graphs else None
-        return captured if captured is not None else self.drafter.propose(drafting, self.pool)
+        """Drafts [D, B - 1] of the lanes that speculate in this round, and behind them the tokens that are known."""
+        parts = []
+        drafting = [span for span in spans if span.drafting]
+        if drafting:
+            assert self.drafter is not None, "drafts planned without a drafter"
+            captured = self.graphs.draft(drafting) if self.graphs else None
+            drafts = captured if captured is not None else self.drafter.propose(drafting, self.pool)
+            parts.append(drafts[: len(drafting)])
+        known = [span.known for span in spans if span.known]
+        if known:
+            given = np.zeros((len(known), self._block_size - 1), np.int64)
+            for row, tokens in zip(given, known, strict=True):
+                row[: len(tokens)] = tokens
+            parts.append(to_device(given, self.pool.device))
+        return torch.cat(parts) if len(parts) > 1 else parts[0] if parts else None
 
-    def _verify(self, spans: tuple[VerifySpan, ...], drafts: Tensor | None, txn: Txn, scores: Scores) -> Verdict:
-        """One packed forward over [anchor, drafts …] of every decoding lane; what each lane keeps and yields."""
+    @property
+    def _block_size(self) -> int:
+        return self.drafter.block_size if self.drafter else 1
+
+    def _verify(
+        self, spans: tuple[VerifySpan, ...], drafts: Tensor | None, txn: Txn, scores: Scores
+    ) -> tuple[Verdict, Tensor]:
+        """One packed forward over [anchor, drafts …] of every decoding lane; what each lane keeps and yields, and which
+        spans [S] yield what is not a number."""
         if not spans:
             none = torch.zeros(0, dtype=torch.long, device=self.pool.device)
-            return Verdict(none, none.view(0, 1), none)
+            return Verdict(none, none.view(0, 1), none), none
         captured = self.graphs.verify(spans) if self.graphs else None
         if captured is not None:
             inputs = captured.inputs
             tokens, logits = captured.run(drafts)
         else:
-            inputs = decode_inputs(spans, self.drafter.block_size if self.drafter else 1, self.pool)
+            inputs = decode_inputs(spans, self._block_size, self.pool)
             tokens = inputs.tokens(drafts)
             logits = verify_forward(self.target, self.drafter, tokens, inputs.half)
         txn.decode = inputs.half
         draws = [(span.request, span.start + row + 1) for span in spans for row in range(span.length)]
         picks = _drawn(logits[: len(draws)], draws, _recalling_rows(spans), tokens)
         scores.add(logits, picks, [request for request, _ in draws])
-        return self._accept(spans, inputs, tokens, picks)
+        verdict, at = self._accept(spans, inputs, tokens, picks)
+        kept = torch.arange(at.shape[1], device=at.device) < verdict.keep.unsqueeze(1)
+        return verdict, (_broken(logits[: len(draws)])[at] & kept).any(1)
 
-    def _accept(self, spans: Sequence[VerifySpan], inputs: DecodeInputs, tokens: Tensor, picks: Tensor) -> Verdict:
+    def _accept(
+        self, spans: Sequence[VerifySpan], inputs: DecodeInputs, tokens: Tensor, picks: Tensor
+    ) -> tuple[Verdict, Tensor]:
+        """The verdict, and the packed row [S, W] of each of a span's rows."""
         batch = inputs.half.batch
         rows = torch.arange(max(span.length for span in spans), device=picks.device)
         at = (batch.starts.unsqueeze(1) + rows).clamp(max=picks.shape[0] - 1)
         drafts = tokens[at[:, 1:]]
         if self.synthetic is not None:
-            return self.synthetic.accept(spans, drafts, picks[at])
-        verdict = accept(drafts, batch.span_lengths - 1, picks[at])
-        return verdict._replace(keep=verdict.keep.minimum(batch.span_lengths))  # the padding keeps nothing
+            verdict = self.synthetic.accept(spans, drafts, picks[at])
+        else:
+            verdict = accept(drafts, batch.span_lengths - 1, picks[at])
+        keep = verdict.keep.minimum(batch.span_lengths)  # the padding keeps nothing
+        if any(span.known is not None for span in spans):  # they are the last, and keep everything
+            first = sum(span.known is None for span in spans)
+            keep[first:] = batch.span_lengths[first:]
+        return verdict._replace(keep=keep), at
 
-    def _prefill(self, round: Round, txn: Txn, scores: Scores) -> Tensor | None:
-        """One packed forward over the prompt chunks; the first tokens [F] of the prompts that end here, then of forks."""
-        spans = round.prefill
+    def _prefill(self, round: Round, txn: Txn, scores: Scores) -> tuple[Tensor, Tensor]:
+        """One packed forward over the prompt chunks; the first tokens [F] of the prompts that end here, then of forks, and
+        which [F] are not from numbers."""
+        spans, none = round.prefill, torch.zeros(0, dtype=torch.long, device=self.pool.device)
         if not spans:
-            return None
+            return none, none
         captured = self.graphs.prefill(spans) if self.graphs else None
         if captured is not None:
             inputs, hidden = captured.inputs, captured.run()
@@ -148,7 +174,7 @@ class Runner:
         drawing = [(span.request, last[span.lane]) for span in spans if span.final]
         drawing += [(fork.request, last[fork.source]) for fork in round.forks]
         if not drawing:
-            return None
+            return none, none
         requests = [request for request, _ in drawing]
         rows = to_device(np.array([row for _, row in drawing]), self.pool.device)
         fresh = [Row(at, request, ()) for at, request in enumerate(requests) if request.recalls]
@@ -156,7 +182,7 @@ class Runner:
         draws = [(request, len(request.prompt)) for request in requests]
         first = _drawn(logits, draws, fresh)
         scores.add(logits, first, requests)
-        return first
+        return first, _broken(logits)
 
     def _score_prompt(self, span: PrefillSpan, hidden: Hidden, first: int, scores: Scores) -> None:
         """Score the prompt's tokens behind those of the span, whose rows begin at row ``first``."""
@@ -167,25 +193,34 @@ class Runner:
             scores.add_prompt(self.target.logits(hidden.rows(rows)), tokens, span.request)
 
 
-def _joined(round: Round, verdict: Verdict, first: Tensor | None, scores: Scores) -> Tensor:
+def _broken(logits: Tensor) -> Tensor:
+    """Which rows [N] of logits [N, V] hold a NaN or an infinity: the maximum of such a row is one too."""
+    return ~logits.amax(-1).isfinite()
+
+
+def _joined(round: Round, verdict: Verdict, first: Tensor, broken: tuple[Tensor, Tensor], scores: Scores) -> Tensor:
     """The round's results in one tensor: what the verify spans keep, their tokens, the first tokens of prompts and of forks,
-    logprobs."""
+    which of all these are broken, logprobs."""
     spans = len(round.verify)
-    parts = [verdict.keep[:spans], verdict.tokens[:spans].flatten(), *(() if first is None else (first,))]
+    of_spans, of_first = broken
+    parts = (verdict.keep[:spans], verdict.tokens[:spans].flatten(), first, of_spans[:spans].long(), of_first.long())
     return torch.cat((*parts, *scores.tensors()))
 
 
 def _read(round: Round, read: list[int], width: int, scores: Scores) -> RoundResult:
     """The round's only copy from the device, taken apart: tokens per verify span, of ``width`` at most; the first token per
     prefill span (None: not its last) and per fork; logprobs."""
-    spans, finals = len(round.verify), sum(span.final for span in round.prefill)
-    ends = np.cumsum([0, spans, spans * width, finals, len(round.forks)]).tolist()
-    keep, grid, first, forks = (read[begin:end] for begin, end in itertools.pairwise(ends))
+    final = [span.request.id for span in round.prefill if span.final]
+    drawing = [*(span.request.id for span in round.verify), *final, *(fork.request.id for fork in round.forks)]
+    spans, forked = len(round.verify), len(round.forks)
+    ends = np.cumsum([0, spans, spans * width, len(final), forked, len(drawing)]).tolist()
+    keep, grid, first, forks, flags = (read[begin:end] for begin, end in itertools.pairwise(ends))
     tokens = tuple(tuple(grid[i * width : i * width + kept]) for i, kept in enumerate(keep))
     firsts = iter(first)
     of_prompts = tuple(next(firsts) if span.final else None for span in round.prefill)
     logprobs, prompt_logprobs = scores.read(read[ends[-1] :])
-    return RoundResult(tokens, of_prompts, RoundTimes(), tuple(forks), logprobs, prompt_logprobs)
+    broken = tuple(name for name, flag in zip(drawing, flags, strict=True) if flag)
+    return RoundResult(tokens, of_prompts, RoundTimes(), tuple(forks), logprobs, prompt_logprobs, broken)
 
 
 def _drawn(logits: Tensor, draws: Sequence[Draw], recalling: Sequence[Row], tokens: Tensor | None = None) -> Tensor:
@@ -199,7 +234,7 @@ def _recalling_rows(spans: Sequence[VerifySpan]) -> list[Row]:
     """Row i of a span has its first i drafts before it, which are the inputs of the rows behind the first."""
     rows, first = [], 0
     for span in spans:
-        if span.request.recalls:
+        if span.request.recalls and span.known is None:
             behind = range(first, first + span.length)
             rows += [Row(index, span.request, span.generated, (first + 1, index + 1)) for index in behind]
         first += span.length
@@ -207,7 +242,7 @@ def _recalling_rows(spans: Sequence[VerifySpan]) -> list[Row]:
 
 
 def _verify_rows(span: VerifySpan) -> SpanRows:
-    return SpanRows(span.lane, span.start, span.length, "decode", drafting=span.drafts > 0)
+    return SpanRows(span.lane, span.start, span.length, "decode", drafting=span.drafting)
 
 
 def _prompt_rows(span: PrefillSpan) -> SpanRows:

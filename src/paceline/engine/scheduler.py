@@ -1,36 +1,24 @@
-"""Who runs in the next round, and what its results mean. Pure Python: no tensors, no clock of its own, no threads.
-
-First come, first served: a request waits until a lane and its pages are free, nothing overtakes it, and a lane is free
-again in the moment its request ends.
-"""
+"""What the next round does, and what its results mean. Pure Python: no tensors, no clock of its own, no threads."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable
+import logging
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
-from typing import Protocol
+from typing import Concatenate, ParamSpec
 
-from paceline.config import CHUNK_SIZE
+from paceline.engine.admission import Admission, Lanes
+from paceline.engine.pacing import Pacer, deal
 from paceline.engine.plan import Fork, PrefillSpan, Round, RoundResult, VerifySpan
 from paceline.engine.policy import DecodeSeconds, FixedPolicy, LaneDrafts, LaneOutcome, Policy
 from paceline.engine.sequence import Sequence
 from paceline.errors import InvalidRequest
 from paceline.types import Emission, EngineStats, FinishReason, Request
 
+log = logging.getLogger("paceline.engine")
 
-class Lanes(Protocol):
-    """What the scheduler needs of the state pool."""
-
-    @property
-    def count(self) -> int: ...
-    @property
-    def longest(self) -> int: ...
-    def fits(self, tokens: Iterable[int]) -> bool: ...
-    def admit(self, tokens: int) -> int | None: ...
-    def grow(self, lane: int, tokens: int) -> bool: ...
-    def release(self, lane: int) -> None: ...
+P = ParamSpec("P")
 
 
 class Scheduler:
@@ -40,20 +28,22 @@ class Scheduler:
         *,
         max_ctx: int,
         block_size: int,
-        prefill_tokens: int,
+        pacer: Pacer,
         clock: Callable[[], float],
         policy: Policy | None = None,
     ) -> None:
-        """``block_size`` is the drafter's (1 without one); ``prefill_tokens`` the prompt tokens per round while lanes
-        decode. An idle engine reads prompts four times as fast per round. ``policy`` chooses the drafts of each lane;
-        without one every lane drafts fully."""
+        """``block_size`` is the drafter's (1 without one); ``pacer`` says how many prompt tokens a round reads. ``policy``
+        chooses the drafts of each lane; without one every lane drafts fully."""
         self.lanes, self.max_ctx, self.max_drafts = lanes, max_ctx, block_size - 1
-        self.prefill_tokens, self.clock = prefill_tokens, clock
+        self.pacer, self.clock = pacer, clock
         self.policy = policy or FixedPolicy()
-        self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []
+        self.admission = Admission(lanes, clock)
+        self.waiting, self.running = self.admission.waiting, self.admission.running
+        self._next_reader: str | None = None
+        self._planned: tuple[Round, float] | None = None
+        self._added = 0
         self._finished: dict[str, int] = {}
-        self._prompt_tokens = self._generated = self._rounds = self._spans = self._emitted = 0
+        self._prompt_tokens = self._generated = self._restored = self._rounds = self._spans = self._emitted = 0
         self._decode_rounds = {"plain": 0, "drafting": 0, "probe": 0}
         self._drafted = [0] * self.max_drafts
         self._accepted = [0] * self.max_drafts
@@ -80,12 +70,13 @@ class Scheduler:
             )
         if total > self.lanes.longest:
             raise InvalidRequest(
-                f"{total} tokens (prompt and max_tokens) exceed the {self.lanes.longest} that the K/V pool holds of one sequence; "
-                "lower max_tokens or raise kv_pool_tokens",
+                f"{total} tokens (prompt and max_tokens) exceed the {self.lanes.longest} that the K/V pool holds of one "
+                "sequence; lower max_tokens or raise kv_pool_tokens",
                 param="max_tokens",
                 code="context_length_exceeded",
             )
-        self.waiting.append(Sequence(request, self.clock()))
+        self._added += 1
+        self.admission.add(Sequence(request, self.clock(), self._added))
 
     def cancel(self, request_id: str) -> list[Emission]:
         """End a request wherever it is; unknown ids are ignored."""
@@ -96,10 +87,19 @@ class Scheduler:
         return self.end(request_id, "error", error)
 
     def end(self, request_id: str, reason: FinishReason, error: str | None = None) -> list[Emission]:
-        for sequence in (*self.waiting, *self.running):
+        for sequence in self.admission:
             if sequence.request.id == request_id:
                 return [self._finish(sequence, (), reason, error)]
         return []
+
+    def expire(self) -> list[Emission]:
+        """End those whose time is over."""
+        now = self.clock()
+        return [
+            self._finish(one, (), "timeout", f"the request had {one.request.timeout:g} s, which are over")
+            for one in self.admission
+            if one.overdue_at <= now
+        ]
 
     @property
     def idle(self) -> bool:
@@ -108,22 +108,14 @@ class Scheduler:
     # -- rounds --------------------------------------------------------------------------------------------------------
 
     def plan(self) -> Round:
-        """The next round: admit who can be, verify every decoding lane, read prompts within the budget, oldest first."""
-        self._admit()
-        verify = self._verify_spans()
-        budget = self.prefill_tokens if verify else 4 * self.prefill_tokens
-        prefill = self._prefill_spans(budget)
-        return Round(verify, prefill, self._forks(prefill))
-
-    def _admit(self) -> None:
-        while self.waiting:
-            sequence = self.waiting[0]
-            lane = self.lanes.admit(len(sequence.request.prompt) + sequence.request.max_tokens)
-            if lane is None:
-                return
-            self.waiting.popleft()
-            sequence.lane, sequence.admitted = lane, self.clock()
-            self.running.append(sequence)
+        """The next round: make room for it, admit who can be, verify every decoding lane, put parked ones into state again,
+        read prompts."""
+        self.admission.make_room(self.max_drafts + 1)
+        self.admission.admit()
+        decode, restore, prefill = self._verify_spans(), self._restoring_spans(), self._prefill_spans()
+        round = Round(decode + restore, prefill, self._forks(prefill))
+        self._planned = round, self.clock()
+        return round
 
     def _verify_spans(self) -> tuple[VerifySpan, ...]:
         """Nothing is drafted past the end of a request."""
@@ -145,28 +137,33 @@ class Scheduler:
             for sequence, count in zip(decoding, drafts, strict=True)
         )
 
+    def _restoring_spans(self) -> tuple[VerifySpan, ...]:
+        """Of what parked lanes had generated, the next tokens that are to be in state again; the anchor never is."""
+        spans = []
+        for sequence in (one for one in self.running if one.restoring):
+            first = len(sequence.tokens) - 1 - sequence.behind
+            anchor, *known = sequence.tokens[first : first + min(sequence.behind, self.max_drafts + 1)]
+            start = sequence.position - sequence.behind
+            spans.append(VerifySpan(sequence.request, sequence.lane, start, anchor, len(known), known=tuple(known)))
+        return tuple(spans)
+
     def _may_draft(self, sequence: Sequence) -> LaneDrafts:
         request = sequence.request
         most = min(self.max_drafts, sequence.room - 1) if request.speculate else 0
         return LaneDrafts(request.id, most, request.temperature > 0)
 
-    def _prefill_spans(self, budget: int) -> tuple[PrefillSpan, ...]:
-        spans = []
+    def _prefill_spans(self) -> tuple[PrefillSpan, ...]:
+        """Prompts in turn, within the budget of the round. A prompt that was read before yields no first token again."""
         followers = self._followers()
-        for sequence in self.running:
-            if sequence.decoding or sequence.request.id in followers:
-                continue
-            prompt, start = sequence.request.prompt, sequence.prefilled
-            length = len(prompt) - start
-            if length > budget:
-                # a prompt is cut only on the grid of the chunked scan, so that the cut cannot be seen in the result
-                length = budget // CHUNK_SIZE * CHUNK_SIZE
-                if length == 0:
-                    break
-            tokens = prompt[start : start + length]
-            spans.append(PrefillSpan(sequence.request, sequence.lane, start, tokens, start + length == len(prompt)))
-            budget -= length
-        return tuple(spans)
+        readers = [one for one in self.running if one.reading and one.request.id not in followers]
+        if not readers:
+            return ()
+        turn = next((index for index, one in enumerate(readers) if one.request.id == self._next_reader), 0)
+        readers = readers[turn:] + readers[:turn]
+        budget = self.pacer.budget(any(one.decoding for one in self.running))
+        lengths, short = deal([len(one.request.prompt) - one.prefilled for one in readers], budget)
+        self._next_reader = readers[short].request.id
+        return tuple(_chunk(one, length) for one, length in zip(readers, lengths, strict=True) if length)
 
     def _followers(self) -> dict[str, Sequence]:
         """Requests that wait for one of their group to read their common prompt, and which one that is."""
@@ -174,7 +171,7 @@ class Scheduler:
         followers = {}
         for sequence in self.running:
             group = sequence.request.group
-            if group is None or sequence.decoding:
+            if group is None or sequence.tokens:
                 continue
             reader = readers.setdefault(group, sequence)
             if reader is not sequence and not sequence.prefilled:
@@ -194,52 +191,84 @@ class Scheduler:
     def apply(self, round: Round, result: RoundResult) -> list[Emission]:
         """Book the results of a round: tokens, stops, caps; freed lanes. Returns what the clients are to see."""
         self._rounds += 1
-        self._teach_policy(round, result)
+        self._teach(round, result)
         by_id = {sequence.request.id: sequence for sequence in self.running}
-        emissions = []
+        emissions = [
+            self._finish(by_id.pop(name), (), "error", "the model's logits were not numbers (NaN or infinite)")
+            for name in result.broken
+        ]
         for span, tokens in zip(round.verify, result.verify, strict=True):
-            emissions.append(self._apply_verify(by_id[span.request.id], span, tokens))
+            if span.request.id in by_id:
+                emissions += self._booked(by_id[span.request.id], self._apply_verify, span, tokens)
+        sources = {span.lane: by_id[span.request.id] for span in round.prefill if span.request.id in by_id}
         for prompt_span, token in zip(round.prefill, result.prefill, strict=True):
-            sequence = by_id[prompt_span.request.id]
-            sequence.prefilled += prompt_span.length
-            self._prompt_tokens += prompt_span.length
-            sequence.prompt_logprobs[prompt_span.start :] = result.prompt_logprobs.get(sequence.request.id, ())
-            if token is not None:
-                emissions.append(self._first(sequence, token))
-        sources = {span.lane: by_id[span.request.id] for span in round.prefill}
+            if prompt_span.request.id in by_id:
+                emissions += self._booked(by_id[prompt_span.request.id], self._apply_prefill, prompt_span, token, result)
         for fork, token in zip(round.forks, result.forks, strict=True):
-            sequence = by_id[fork.request.id]
-            sequence.prefilled = len(fork.request.prompt)
-            sequence.prompt_logprobs = sources[fork.source].prompt_logprobs
-            emissions.append(self._first(sequence, token))
+            if fork.request.id in by_id:
+                emissions += self._booked(by_id[fork.request.id], self._apply_fork, sources.get(fork.source), token)
         return [_with_logprobs(emission, result) for emission in emissions]
+
+    def _booked(
+        self, sequence: Sequence, book: Callable[Concatenate[Sequence, P], list[Emission]], *args: P.args, **kwargs: P.kwargs
+    ) -> list[Emission]:
+        """What booking gives. A fault in it is the sequence's own: it alone ends."""
+        try:
+            return book(sequence, *args, **kwargs)
+        except Exception as fault:
+            log.exception("request %s failed", sequence.request.id)
+            error = f"the request failed inside the engine (apply: {type(fault).__name__}: {fault})"
+            return [self._finish(sequence, (), "error", error)]
+
+    def _apply_prefill(
+        self, sequence: Sequence, span: PrefillSpan, token: int | None, result: RoundResult
+    ) -> list[Emission]:
+        sequence.prefilled += span.length
+        self._prompt_tokens += span.length
+        sequence.prompt_logprobs[span.start :] = result.prompt_logprobs.get(sequence.request.id, ())
+        return [] if token is None else [self._first(sequence, token)]
+
+    def _apply_fork(self, sequence: Sequence, source: Sequence | None, token: int) -> list[Emission]:
+        sequence.prefilled = len(sequence.request.prompt)
+        sequence.prompt_logprobs = source.prompt_logprobs if source else []
+        return [self._first(sequence, token)]
 
     def _first(self, sequence: Sequence, token: int) -> Emission:
         sequence.first_token = self.clock()
         emission = self._emit(sequence, *sequence.extend((token,)))
         return replace(emission, prompt_logprobs=tuple(sequence.prompt_logprobs))
 
-    def _teach_policy(self, round: Round, result: RoundResult) -> None:
-        """Beside a prompt a round's times are not those of decoding alone: a GPU runs its stages into one another."""
+    def _teach(self, round: Round, result: RoundResult) -> None:
+        """Beside a prompt a round's times are not those of decoding alone: a GPU runs its stages into one another. A round
+        that was run again in parts says nothing about how long one takes."""
         outcomes = [
             LaneOutcome(span.request.id, span.request.temperature > 0, span.drafts, len(tokens) - 1)
             for span, tokens in zip(round.verify, result.verify, strict=True)
+            if span.known is None
         ]
-        times = result.times
-        self.policy.observe(outcomes, None if round.prefill else DecodeSeconds(times.draft, times.verify + times.commit))
+        times, mixed = result.times, round.prefill or len(outcomes) < len(round.verify)
+        self.policy.observe(outcomes, None if mixed else DecodeSeconds(times.draft, times.verify + times.commit))
+        if self._planned is not None and self._planned[0] is round:
+            tokens = sum(span.length for span in round.prefill)
+            self.pacer.observe(bool(outcomes), tokens, self.clock() - self._planned[1], times.prefill)
 
-    def _apply_verify(self, sequence: Sequence, span: VerifySpan, tokens: tuple[int, ...]) -> Emission:
+    def _apply_verify(self, sequence: Sequence, span: VerifySpan, tokens: tuple[int, ...]) -> list[Emission]:
+        if span.known is not None:
+            sequence.behind -= span.length
+            self._restored += span.length
+            return []
         accepted = len(tokens) - 1
         for position in range(span.drafts):
             self._drafted[position] += 1
             self._accepted[position] += position < accepted
+        sequence.width = span.length
         sequence.drafted += span.drafts
         sequence.accepted += accepted
         emitted, reason = sequence.extend(tokens)
         sequence.keeps.append(len(emitted))
         self._spans += 1
         self._emitted += len(emitted)
-        return self._emit(sequence, emitted, reason)
+        return [self._emit(sequence, emitted, reason)]
 
     def _emit(self, sequence: Sequence, tokens: tuple[int, ...], reason: FinishReason | None) -> Emission:
         self._generated += len(tokens)
@@ -250,11 +279,7 @@ class Scheduler:
     def _finish(
         self, sequence: Sequence, tokens: tuple[int, ...], reason: FinishReason, error: str | None = None
     ) -> Emission:
-        if sequence.lane >= 0:
-            self.running.remove(sequence)
-            self.lanes.release(sequence.lane)
-        else:
-            self.waiting.remove(sequence)
+        self.admission.remove(sequence)
         self.policy.forget(sequence.request.id)
         self._finished[reason] = self._finished.get(reason, 0) + 1
         return Emission(sequence.request.id, tokens, reason, sequence.stats(self.clock()), error)
@@ -276,11 +301,22 @@ class Scheduler:
             accepted=tuple(self._accepted),
             pages_free=pages_free,
             pages_total=pages_total,
+            running=tuple(sequence.lane_stats(self.clock()) for sequence in self.running),
+            parked=self.admission.parked,
+            parkings=dict(self.admission.parkings),
+            restored_tokens=self._restored,
+            itl_out_of_reach=self.pacer.out_of_reach,
         )
 
     def requests(self) -> SequenceOf[str]:
         """Ids of everything that has not ended."""
-        return [sequence.request.id for sequence in (*self.waiting, *self.running)]
+        return [sequence.request.id for sequence in self.admission]
+
+
+def _chunk(sequence: Sequence, length: int) -> PrefillSpan:
+    prompt, start = sequence.request.prompt, sequence.prefilled
+    tokens, final = prompt[start : start + length], start + length == len(prompt) and not sequence.tokens
+    return PrefillSpan(sequence.request, sequence.lane, start, tokens, final)
 
 
 def _with_logprobs(emission: Emission, result: RoundResult) -> Emission:

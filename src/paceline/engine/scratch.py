@@ -9,10 +9,9 @@ from dataclasses import astuple, dataclass
 
 from paceline.config import CHUNK_SIZE
 from paceline.engine.graphs import decode_shapes, prompt_shapes
+from paceline.engine.pacing import IDLE_FACTOR
 from paceline.state.shapes import StateShape
 
-_IDLE_PREFILL = 4
-"""The scheduler reads this many times ``prefill_tokens`` in a round in which no lane decodes."""
 _PIECE = 256
 """Attention of decode rows leaves one partial result per so many keys."""
 _F16, _F32 = 2, 4
@@ -42,7 +41,7 @@ def round_scratch(shape: StateShape, prefill_tokens: int, *, graphs: bool = True
     forwards are captured."""
     target = shape.target
     decode_rows = shape.lanes * max(1, shape.draft_rows)
-    prompt_rows = _IDLE_PREFILL * prefill_tokens
+    prompt_rows = IDLE_FACTOR * prefill_tokens
     pieces = -(-shape.max_ctx // _PIECE)
     return Scratch(
         logits=3 * _F32 * (decode_rows + shape.lanes) * target.vocab_size,
