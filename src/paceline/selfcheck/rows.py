@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from paceline.config import CACHE_TYPES, PAGE_SIZE, CacheType
+from paceline.logprobs import score
 from paceline.ops import activation, norm
 from paceline.ops.attention import attention_inputs
 from paceline.ops.conv import dynamic_conv
@@ -52,7 +53,7 @@ def row_cases(device: torch.device) -> list[Case]:
     cases += [_attention_inputs(rng, kind, rotary) for kind in CACHE_TYPES for rotary in (16, 64)]
     cases += [_dynamic_conv(rng, rows=8, taps=2), _dynamic_conv(rng, rows=3, taps=4)]
     cases += [_candidate_scores(rng), _selector_walk(rng), _top_k(rng)]
-    cases += [_gumbel(rng), _draw(rng), _pick(rng), _pick_candidates(rng)]
+    cases += [_gumbel(rng), _draw(rng), _pick(rng), _pick_candidates(rng), _score(rng)]
     return cases
 
 
@@ -340,6 +341,18 @@ def _pick(rng: Rng) -> Case:
         return _split(pick(laid_out(logits[chosen], rng), rows.select(chosen)))
 
     return Case("pick", ("pick",), ROWS, compute, rng.device)
+
+
+def _score(rng: Rng) -> Case:
+    """Logprobs, also of rows beside which more of the likeliest are asked for."""
+    logits, tokens = 2.0 * randn(rng, ROWS, 3001), rng.tensor(rng.integers(0, 3001, ROWS))
+
+    def compute(chosen: Sequence[int], rng: Rng) -> Outputs:
+        top = int(rng.integers(3, 20))
+        scores = score(laid_out(logits[chosen], rng), tokens[chosen], top)
+        return _split(scores[:, :4], scores[:, 1 + top : 4 + top])
+
+    return Case("logprobs", ("score",), ROWS, compute, rng.device)
 
 
 def _pick_candidates(rng: Rng) -> Case:
