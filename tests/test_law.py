@@ -49,6 +49,10 @@ CASES = [
     ),
     replace(OFF, name="off, 1 lane, forced", forced=True),
     replace(ON, name="on, 6 lanes, forced, drafts vary", tokens_of="off, 1 lane, forced", forced=True, vary=True, lanes=6),
+    replace(OFF, name="off, 1 lane, choices", choices=2, scored=True, max_tokens=12),
+    replace(
+        ON, name="on, 3 lanes, choices", tokens_of="off, 1 lane, choices", choices=2, scored=True, lanes=3, max_tokens=12
+    ),
     replace(LIKE_ON, name="on, 3 lanes, parking", lanes=3, parking=True),
     replace(OFF, name="off, 3 lanes, parking, rounds fail", tokens_of=OFF.name, lanes=3, parking=True, faults=True),
     replace(ON, name="on, 2 lanes, priorities, parking, drafts vary", lanes=2, priorities=True, parking=True, vary=True),
@@ -120,6 +124,9 @@ def test_differences_are_found() -> None:
         "prompt 0: keeps differ at 0: 1, expected 2",
     ]
     assert differences(ON, {0: Answer((1, 2, 3), (2,), "lane failed")}, reference) == ["prompt 0: lane failed"]
+    assert differences(replace(ON, scored=True), {0: Answer((1, 2, 3), (2,), "stop", (5,))}, reference) == [
+        "prompt 0: logprobs end after 1, expected 0"
+    ]
 
 
 def test_table_names_every_case_once_and_references_come_first() -> None:

@@ -17,6 +17,7 @@ import queue
 import random
 import sys
 import time
+import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, replace
 from functools import cache
@@ -77,13 +78,17 @@ _PATIENCE_SECONDS = 300.0
 
 
 class Answer(NamedTuple):
+    """``scores`` are checksums of the logprobs of the prompt's tokens, then of the answer's."""
+
     tokens: tuple[int, ...]
     keeps: tuple[int, ...]
     finish_reason: str
+    scores: tuple[int, ...] = ()
 
 
 Answers = dict[int, Answer]
-"""By index of the prompt in the workload."""
+"""By index of the prompt in the workload, plus ``CHOICE`` times the index of the choice."""
+CHOICE = 1000
 Prompts = Mapping[int, tuple[int, ...]]
 
 
@@ -175,7 +180,8 @@ def run_case(parts: EngineParts, case: Case, prompts: Prompts) -> Answers:
 
     engine = Engine(case.options(), parts, observe)
     try:
-        requests = [_request(case, index, prompt, engine.info) for index, prompt in prompts.items()]
+        asked = (_requests(case, index, prompt, engine.info) for index, prompt in prompts.items())
+        requests = [request for choices in asked for request in choices]
         emissions: queue.SimpleQueue[Emission] = queue.SimpleQueue()
         if case.neighbours:
             _submit_among_neighbours(engine, requests, emissions.put, random.Random(case.name))
@@ -187,15 +193,18 @@ def run_case(parts: EngineParts, case: Case, prompts: Prompts) -> Answers:
         engine.close()
 
 
-def _request(case: Case, index: int, prompt: tuple[int, ...], info: EngineInfo) -> Request:
-    params = replace(SAMPLING[index % len(SAMPLING)], seed=-index, max_tokens=case.max_tokens)
+def _requests(case: Case, index: int, prompt: tuple[int, ...], info: EngineInfo) -> Iterable[Request]:
+    params = replace(SAMPLING[index % len(SAMPLING)], seed=-index, max_tokens=case.max_tokens, n=case.choices)
+    if case.scored:
+        params = replace(params, logprobs=index % 6, prompt_logprobs=index % 3)
     if case.adjusted:
         params = replace(params, **ADJUSTMENTS[index % len(ADJUSTMENTS)])
     speculate = not case.mixed or index % 2 == 0
     forcing = FORCINGS[index % len(FORCINGS)] if case.forced else None
-    made = Request.create(prompt, params, info)
     priority = index % 3 if case.priorities else 0
-    return replace(made, id=str(index), speculate=speculate, forcing=forcing, priority=priority)
+    for made in Request.choices(prompt, params, info):
+        name = str(index + CHOICE * made.choice)
+        yield replace(made, id=name, speculate=speculate, forcing=forcing, priority=priority)
 
 
 def _submit_among_neighbours(
@@ -230,14 +239,17 @@ class _Leaver:
 
 def _collect(emissions: queue.SimpleQueue[Emission], count: int) -> Answers:
     tokens: dict[str, tuple[int, ...]] = {}
+    scores: dict[str, tuple[int, ...]] = {}
     answers: Answers = {}
     while len(answers) < count:
         emission = emissions.get(timeout=_PATIENCE_SECONDS)
         name = emission.request_id
         tokens[name] = tokens.get(name, ()) + emission.tokens
+        entries = (*emission.prompt_logprobs, *emission.logprobs)
+        scores[name] = scores.get(name, ()) + tuple(zlib.crc32(repr(entry).encode()) for entry in entries)
         if emission.finish_reason is not None:
             keeps = emission.stats.keeps if emission.stats else ()
-            answers[int(name)] = Answer(tokens[name], keeps, emission.error or emission.finish_reason)
+            answers[int(name)] = Answer(tokens[name], keeps, emission.error or emission.finish_reason, scores[name])
     return answers
 
 
@@ -255,6 +267,9 @@ def differences(case: Case, answers: Answers, references: Mapping[str, Answers])
             expected = references[case.tokens_of][index].tokens[: case.max_tokens]
             if answer.tokens != expected:
                 found.append(f"prompt {index}: tokens {_first_difference(answer.tokens, expected)}")
+            scores = references[case.tokens_of][index].scores
+            if case.scored and answer.scores != scores:
+                found.append(f"prompt {index}: logprobs {_first_difference(answer.scores, scores)}")
         if case.keeps_of is not None and answer.keeps != references[case.keeps_of][index].keeps:
             found.append(f"prompt {index}: keeps {_first_difference(answer.keeps, references[case.keeps_of][index].keeps)}")
     if case.drafter == "scripted":
@@ -326,7 +341,10 @@ def _parsed(line: str) -> dict[str, Any] | None:
 
 def answers_of(record: Mapping[str, Any]) -> Answers:
     """The answers kept with a case that others are compared with."""
-    return {int(i): Answer(tuple(tokens), tuple(keeps), reason) for i, (tokens, keeps, reason) in record["answers"].items()}
+    return {
+        int(index): Answer(tuple(tokens), tuple(keeps), reason, tuple(scores))
+        for index, (tokens, keeps, reason, scores) in record["answers"].items()
+    }
 
 
 def with_references(cases: list[Case], word: str) -> list[Case]:

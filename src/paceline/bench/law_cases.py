@@ -19,15 +19,16 @@ BLOCK_SIZE = 8
 class Case:
     """One engine and what it is asked.
 
-    ``tokens_of`` names the case whose tokens these must equal, ``keeps_of`` the one whose acceptances they must equal.
-    A case that is compared with nothing is a reference. ``whole`` asks the whole workload, else two fifths of it.
+    ``tokens_of`` names the case whose tokens these must equal, ``keeps_of`` the one whose acceptances they must equal. A
+    case that is compared with nothing is a reference. ``whole`` asks the whole workload, else two fifths of it.
     ``drafter``: the one in the file, the same with random weights, or a script that has as many drafts right as its turn
     says. ``neighbours`` lets the requests arrive at random among others that are cancelled; ``mixed`` has every other
     request go without speculation; ``adjusted`` gives the requests penalties, biases and bans, ``forced`` thoughts with
-    budgets and openings; ``vary`` draws the number of drafts anew before each round; ``parking`` lets pages run short at
-    random, ``priorities`` gives requests one of three, ``faults`` lets rounds fail at random and be run again. The policy is
-    ``fixed`` but where it is the thing tested: acceptances are compared, and an ``auto`` one's depend on how long rounds
-    took.
+    budgets and openings; ``choices`` asks for so many answers to each prompt and ``scored`` for logprobs, of the prompt
+    too, which are compared as well; ``vary`` draws the number of drafts anew before each round; ``parking`` lets pages run
+    short at random, ``priorities`` gives requests one of three, ``faults`` lets rounds fail at random and be run again. The
+    policy is ``fixed`` but where it is the thing tested: acceptances are compared, and an ``auto`` one's depend on how long
+    rounds took.
     """
 
     name: str
@@ -53,6 +54,8 @@ class Case:
     vary: bool = False
     adjusted: bool = False
     forced: bool = False
+    choices: int = 1
+    scored: bool = False
     parking: bool = False
     priorities: bool = False
     faults: bool = False
@@ -93,6 +96,7 @@ def table() -> list[Case]:
         *_drafting(part),
         *_recalling(replace(part, adjusted=True), "adjusted"),
         *_recalling(replace(part, forced=True), "forced"),
+        *_choices(replace(part, adjusted=True, choices=3, scored=True)),
         *_parking(replace(part, parking=True)),
         *_arithmetics(part),
     ]
@@ -124,6 +128,23 @@ def _schedules(part: Case) -> list[Case]:
     cases += _on_and_off(replace(part, neighbours=True), ", neighbours", (3, 6))
     cases += _on_and_off(replace(part, threads=1), ", 1 thread", (1, 6))
     return cases
+
+
+def _choices(part: Case) -> list[Case]:
+    """Several answers to a prompt, with logprobs. A single lane reads the prompt for each of them; more lanes fork."""
+    base, single = "off, 1 lane, choices", "on, 1 lane, choices"
+    case = replace(part, tokens_of=base)
+    alike = replace(case, keeps_of=single)
+    return [
+        replace(case, name=base, tokens_of=None, lanes=1, speculation=False),
+        replace(case, name=single, lanes=1),
+        replace(case, name="off, 6 lanes, choices", speculation=False),
+        *(replace(alike, name=f"on, {lanes} lanes, choices", lanes=lanes) for lanes in (2, 3, 6)),
+        replace(alike, name="on, 6 lanes, choices, 64 prompt tokens a round", prefill_tokens=64),
+        replace(case, name="on, 5 lanes, choices, drafts vary, neighbours", lanes=5, vary=True, mixed=True, neighbours=True),
+        replace(case, name="on, 6 lanes, choices, scripted drafter", drafter="scripted"),
+        replace(case, name="on, 4 lanes, choices, parking, rounds fail", lanes=4, parking=True, faults=True, vary=True),
+    ]
 
 
 def _parking(part: Case) -> list[Case]:
