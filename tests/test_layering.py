@@ -12,12 +12,12 @@ ROOT = Path(paceline.__file__).parent
 
 LAYERS = [
     ["errors"],
-    ["types", "config"],
+    ["types", "config", "logs"],
     ["transfer"],
     ["batch"],
     ["ops"],
     ["views", "sampling", "penalties", "forcing", "logprobs", "accept", "text", "messages"],
-    ["models", "weights", "state"],
+    ["models", "weights", "state", "parsing"],
     ["engine"],
     ["bench", "selfcheck"],
     ["server"],

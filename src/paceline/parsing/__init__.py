@@ -1,0 +1,20 @@
+"""What a model's text says: thoughts, content and tool calls, piece by piece. Pure: text in, events out."""
+
+from paceline.parsing.events import ArgumentsText, CallBegin, ContentText, Event, Message, ThoughtText
+from paceline.parsing.reply import ReplyParser
+from paceline.parsing.tools import CallFormat, Tools, check_tools, format_of, opening_of
+
+__all__ = [
+    "ArgumentsText",
+    "CallBegin",
+    "CallFormat",
+    "ContentText",
+    "Event",
+    "Message",
+    "ReplyParser",
+    "ThoughtText",
+    "Tools",
+    "check_tools",
+    "format_of",
+    "opening_of",
+]

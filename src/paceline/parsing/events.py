@@ -1,0 +1,65 @@
+"""The pieces of a reply, and the message that they make."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class ContentText:
+    """More of what the user is told."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ThoughtText:
+    """More of the thought that comes before the answer."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallBegin:
+    """A tool call begins, the ``index``-th of the reply from 0; its arguments follow."""
+
+    index: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class ArgumentsText:
+    """More of a call's arguments, as JSON text."""
+
+    index: int
+    text: str
+
+
+Event = ContentText | ThoughtText | CallBegin | ArgumentsText
+
+
+@dataclass(slots=True)
+class Message:
+    """A reply put together. ``calls`` are (name, arguments as JSON text)."""
+
+    content: str = ""
+    thought: str = ""
+    calls: list[tuple[str, str]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, events: Iterable[Event]) -> Message:
+        content: list[str] = []
+        thought: list[str] = []
+        calls: list[tuple[str, list[str]]] = []
+        for event in events:
+            match event:
+                case ContentText(text):
+                    content.append(text)
+                case ThoughtText(text):
+                    thought.append(text)
+                case CallBegin(_, name):
+                    calls.append((name, []))
+                case ArgumentsText(index, text):
+                    calls[index][1].append(text)
+        return cls("".join(content), "".join(thought), [(name, "".join(pieces)) for name, pieces in calls])
