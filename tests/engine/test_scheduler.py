@@ -16,12 +16,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from paceline.config import CHUNK_SIZE
 from paceline.engine import admission
 from paceline.engine.pacing import Pacer
-from paceline.engine.plan import PrefillSpan, Round, RoundResult, RoundTimes, VerifySpan
+from paceline.engine.plan import Fork, PrefillSpan, Round, RoundResult, RoundTimes, VerifySpan
 from paceline.engine.policy import AutoPolicy, DecodeSeconds, LaneDrafts, LaneOutcome
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.sequence import Sequence
 from paceline.errors import InvalidRequest
-from paceline.types import Emission, Request
+from paceline.types import Emission, Request, TokenLogprob
 
 VOCAB = 50
 STOP = 49
@@ -68,9 +68,13 @@ class FakeModel:
     def run(self, round: Round, accepted: SequenceOf[int]) -> RoundResult:
         """``accepted[i]`` of span i's drafts are right (or all it has, if that is fewer)."""
         lanes = [span.lane for span in round.verify] + [span.lane for span in round.prefill]
-        assert len(set(lanes)) == len(lanes), "two spans of a lane"
+        lanes += [fork.lane for fork in round.forks]
+        assert len(set(lanes)) == len(lanes), "a lane is in a round twice"
         verify = tuple(self._verify(span, right) for span, right in zip(round.verify, accepted, strict=True))
-        return RoundResult(verify, tuple(map(self._prefill, round.prefill)), RoundTimes())
+        prefill = tuple(map(self._prefill, round.prefill))
+        forks = tuple(self._fork(fork, round.prefill) for fork in round.forks)
+        logprobs = {span.request.id: prompt_logprobs(span) for span in round.prefill if span.request.prompt_logprobs}
+        return RoundResult(verify, prefill, RoundTimes(), forks, prompt_logprobs=logprobs)
 
     def _verify(self, span: VerifySpan, right: int) -> tuple[int, ...]:
         assert span.start == self.lanes.committed[span.lane] == len(self.state[span.lane])
@@ -81,7 +85,7 @@ class FakeModel:
             return (-1,) * span.length
         emitted = []
         for _ in range(min(right, span.drafts) + 1):
-            emitted.append(next_token(history))
+            emitted.append(next_token(history, span.request.choice))
             history.append(emitted[-1])
         self._commit(span.lane, history[:-1])
         return tuple(emitted)
@@ -92,15 +96,27 @@ class FakeModel:
         assert span.start % CHUNK_SIZE == 0 and (ends or span.length % CHUNK_SIZE == 0), "off the grid"
         history = [*self.state[span.lane], *span.tokens] if span.start else list(span.tokens)
         self._commit(span.lane, history)
-        return next_token(history) if span.final else None
+        return next_token(history, span.request.choice) if span.final else None
+
+    def _fork(self, fork: Fork, prefill: tuple[PrefillSpan, ...]) -> int:
+        assert self.lanes.committed[fork.lane] == 0
+        assert any(span.lane == fork.source and span.final for span in prefill)
+        assert self.state[fork.source] == list(fork.request.prompt)
+        self._commit(fork.lane, self.state[fork.source])
+        return next_token(self.state[fork.lane], fork.request.choice)
 
     def _commit(self, lane: int, history: list[int]) -> None:
         self.state[lane] = history
         self.lanes.committed[lane] = len(history)
 
 
-def next_token(history: SequenceOf[int]) -> int:
-    return zlib.crc32(bytes(history)) % VOCAB
+def next_token(history: SequenceOf[int], choice: int) -> int:
+    return (zlib.crc32(bytes(history)) + 7 * choice) % VOCAB
+
+
+def prompt_logprobs(span: PrefillSpan) -> list[TokenLogprob]:
+    """Made up of the tokens behind those of a chunk."""
+    return [TokenLogprob(-float(token)) for token in span.request.prompt[span.start + 1 : span.start + span.length + 1]]
 
 
 def answer(request: Request) -> tuple[tuple[int, ...], str]:
@@ -108,7 +124,7 @@ def answer(request: Request) -> tuple[tuple[int, ...], str]:
     history = list(request.prompt)
     tokens: list[int] = []
     while len(tokens) < request.max_tokens:
-        tokens.append(next_token(history))
+        tokens.append(next_token(history, request.choice))
         history.append(tokens[-1])
         if tokens[-1] in request.stop_ids:
             return tuple(tokens), "stop"
@@ -585,6 +601,42 @@ def test_a_failed_request_says_why() -> None:
     assert bench.scheduler.idle and not bench.lanes.reserved
 
 
+# -- several answers to a prompt -------------------------------------------------------------------------------------------
+
+
+def choices(asked: Request, n: int) -> list[Request]:
+    return [replace(asked, id=f"{asked.id}.{choice}", choice=choice, group=asked.id) for choice in range(n)]
+
+
+def test_a_prompt_is_read_once_for_all_lanes_of_a_group() -> None:
+    """Those without a lane at its end read it when they get one, again once for all that have one then."""
+    bench = Bench(lanes=4, budget=64)
+    bench.scheduler.add(request("other", 5, 30))
+    for one in choices(request("a", 500, 6), 5):
+        bench.scheduler.add(one)
+    rounds = [bench.round(right=0) for _ in range(16)]
+    forks = [[fork.request.id for fork in round.forks] for round in rounds if round.forks]
+    assert forks[0] == ["a.1", "a.2"]
+    assert {span.request.id for round in rounds for span in round.prefill} >= {"other", "a.0", "a.3"}
+    bench.finish()
+    for one in choices(request("a", 500, 6), 5):
+        assert (bench.tokens(one.id), bench.reason(one.id)) == answer(one)
+    assert len({bench.tokens(f"a.{choice}") for choice in range(5)}) == 5
+    assert bench.scheduler.stats(0, 0).prompt_tokens == 5 + 2 * 500
+
+
+def test_the_next_of_a_group_reads_when_the_first_is_gone() -> None:
+    bench = Bench(budget=64)
+    for one in choices(request("a", 500, 6), 3):
+        bench.scheduler.add(one)
+    assert [span.request.id for span in bench.round().prefill] == ["a.0"]
+    bench.hear(bench.scheduler.cancel("a.0"))
+    assert [span.request.id for span in bench.round().prefill] == ["a.1"]
+    bench.finish()
+    for one in choices(request("a", 500, 6), 3)[1:]:
+        assert (bench.tokens(one.id), bench.reason(one.id)) == answer(one)
+
+
 # -- statistics ------------------------------------------------------------------------------------------------------------
 
 
@@ -633,14 +685,16 @@ class Interleavings(RuleBasedStateMachine):
         speculate=st.booleans(),
         priority=st.sampled_from([0, 0, 2]),
         timeout=st.sampled_from([None, None, 20.0]),
+        n=st.sampled_from([1, 1, 3]),
     )
     def submit(
-        self, prompt: int, max_tokens: int, stops: list[int], speculate: bool, priority: int, timeout: float | None
+        self, prompt: int, max_tokens: int, stops: list[int], speculate: bool, priority: int, timeout: float | None, n: int
     ) -> None:
         asked = request(str(len(self.asked)), prompt, max_tokens, stops, speculate)
-        asked = replace(asked, priority=priority, timeout=timeout)
-        self.bench.scheduler.add(asked)
-        self.asked[asked.id] = asked
+        asked = replace(asked, priority=priority, timeout=timeout, prompt_logprobs=n)
+        for one in (asked,) if n == 1 else choices(asked, n):
+            self.bench.scheduler.add(one)
+            self.asked[one.id] = one
 
     @precondition(lambda self: self.asked)
     @rule(data=st.data())
@@ -700,6 +754,9 @@ class Interleavings(RuleBasedStateMachine):
             tokens, reason = answer(asked)
             said = self.bench.tokens(name)
             assert said == tokens[: len(said)]
+            if said:
+                first, *others = (emission.prompt_logprobs for emission in self.bench.heard[name])
+                assert [-entry.logprob for entry in first] == list(asked.prompt[1:]) and not any(others)
             if self.bench.reason(name) is not None and name not in self.cancelled:
                 assert (said, self.bench.reason(name)) == (tokens, reason)
 
