@@ -10,16 +10,23 @@ from typing import Any
 import pytest
 import torch
 
+from paceline.batch import PackedBatch
 from paceline.bench.law import Workbench, workload
 from paceline.bench.law_cases import Case
+from paceline.engine import admission
 from paceline.engine.build import EngineParts
 from paceline.engine.engine import Engine
 from paceline.engine.loop import Cancel, EngineLoop, Message, Stop, Submit
 from paceline.engine.plan import Round, RoundFailed, RoundResult
 from paceline.engine.rows import sampling_rows
 from paceline.engine.runner import Runner
+from paceline.engine.sequence import Sequence
 from paceline.errors import EngineDead
+from paceline.models.qwen35 import Qwen35
+from paceline.sampling import pick
+from paceline.state.pages import PageAllocator
 from paceline.state.pool import Half, SpanRows, StatePool, Txn
+from paceline.state.shapes import pages_for
 from paceline.types import Emission, EngineStats, Request, SamplingParams
 from paceline.views import GdnView
 
@@ -138,6 +145,44 @@ def fault_in_verify(fault: Fault, parts: EngineParts, patch: pytest.MonkeyPatch)
     patch.setattr("paceline.engine.runner.sampling_rows", rows)
 
 
+def fault_in_forward(fault: Fault, parts: EngineParts, patch: pytest.MonkeyPatch) -> None:
+    original = Qwen35.forward
+
+    def forward(self: Qwen35, tokens: torch.Tensor, batch: PackedBatch, *rest: Any) -> Any:
+        result = original(self, tokens, batch, *rest)
+        fault(batch.kind == "decode" and lane_of(parts) in batch.lanes.tolist())
+        return result
+
+    patch.setattr(Qwen35, "forward", forward)
+
+
+def fault_in_sampling(fault: Fault, parts: EngineParts, patch: pytest.MonkeyPatch) -> None:
+    """Where tokens are drawn for rows of which the victim's are a part."""
+    drawing: list[bool] = []
+
+    def rows(draws: list[tuple[Request, int]], device: torch.device) -> Any:
+        drawing[:] = [any(r.id == VICTIM and position > len(r.prompt) for r, position in draws)]
+        return sampling_rows(draws, device)
+
+    def draw(*inputs: Any) -> Any:
+        fault(drawing[0])
+        return pick(*inputs)
+
+    patch.setattr("paceline.engine.runner.sampling_rows", rows)
+    patch.setattr("paceline.engine.runner.pick", draw)
+
+
+def fault_in_booking(fault: Fault, parts: EngineParts, patch: pytest.MonkeyPatch) -> None:
+    """The host's own work for a lane, when the device has done its."""
+    original = Sequence.extend
+
+    def extend(self: Sequence, tokens: tuple[int, ...]) -> Any:
+        fault(self.request.id == VICTIM and len(self.tokens) > 4)
+        return original(self, tokens)
+
+    patch.setattr(Sequence, "extend", extend)
+
+
 def fault_in_first_token(fault: Fault, parts: EngineParts, patch: pytest.MonkeyPatch) -> None:
     def rows(draws: list[tuple[Request, int]], device: torch.device) -> Any:
         fault(any(r.id == VICTIM and position == len(r.prompt) for r, position in draws))
@@ -189,7 +234,9 @@ def lane_of(parts: EngineParts) -> int:
 
 FAULTS = {
     "begin": fault_in_begin,
+    "forward": fault_in_forward,
     "verify": fault_in_verify,
+    "sampling": fault_in_sampling,
     "first token": fault_in_first_token,
     "later chunk": fault_in_later_chunk,
     "commit of a verify span": fault_in_commit("decode"),
@@ -220,6 +267,44 @@ def test_only_the_lane_that_fails_alone_ends(
     assert run.tokens["0"] == undisturbed["0"] and run.tokens["2"] == undisturbed["2"]
     assert run.tokens[VICTIM] == undisturbed[VICTIM][: len(run.tokens[VICTIM])]
     assert run.stats.requests_finished == {"length": 2, "error": 1}
+    monkeypatch.undo()
+    assert serve(parts, three(parts, prompts)[2:]).tokens["2"] == undisturbed["2"], "the next request is as good as any"
+
+
+def test_a_fault_in_the_hosts_work_for_a_lane_ends_it_alone(
+    parts: EngineParts,
+    prompts: list[tuple[int, ...]],
+    undisturbed: dict[str, tuple[int, ...]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """There is no second try: the state has changed."""
+    fault = Fault(once=True)
+    fault_in_booking(fault, parts, monkeypatch)
+    run = serve(parts, three(parts, prompts))
+    assert fault.raised == 1
+    assert run.reasons() == {"0": "length", VICTIM: "error", "2": "length"}
+    assert run.tokens["0"] == undisturbed["0"] and run.tokens["2"] == undisturbed["2"]
+    assert serve(parts, three(parts, prompts)[2:]).tokens["2"] == undisturbed["2"]
+
+
+@pytest.mark.parametrize("start", [1, 400], ids=["while the prompt is read", "while it answers"])
+def test_what_is_not_a_number_ends_its_lane_alone(
+    start: int, parts: EngineParts, prompts: list[tuple[int, ...]], undisturbed: dict[str, tuple[int, ...]]
+) -> None:
+    """The state of one lane is spoilt, and with it all that the lane writes from then on."""
+    pool = parts.runner.pool
+
+    def spoil(run: Run) -> None:
+        lane = lane_of(parts)
+        if lane >= 0 and pool.committed(lane) > start:
+            pool.gdn[:, lane] = float("nan")
+
+    run = serve(parts, three(parts, prompts), spoil)
+    assert run.reasons() == {"0": "length", VICTIM: "error", "2": "length"}
+    assert "NaN" in (run.ends[VICTIM].error or "")
+    assert run.tokens["0"] == undisturbed["0"] and run.tokens["2"] == undisturbed["2"]
+    assert run.tokens[VICTIM] == undisturbed[VICTIM][: len(run.tokens[VICTIM])]
+    assert serve(parts, three(parts, prompts)).tokens == undisturbed, "lanes and pages are clean again"
 
 
 def test_a_failed_round_leaves_no_tensors(
@@ -311,6 +396,32 @@ def test_drafting_and_then_verifying_fail(
     run = serve(parts, three(parts, prompts))
     assert run.reasons() == {"0": "length", VICTIM: "error", "2": "length"}
     assert run.tokens["0"] == undisturbed["0"] and run.tokens["2"] == undisturbed["2"]
+
+
+# -- parking ---------------------------------------------------------------------------------------------------------------
+
+
+def test_lanes_are_parked_when_pages_run_out(
+    bench: Workbench, prompts: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With pages for little more than one answer, everybody gets the same as with pages for all."""
+    monkeypatch.setattr(admission, "SOON", 8)
+
+    def run(pages: int | None) -> Run:
+        parts = bench.parts(CASE, {})
+        if pages is not None:
+            parts.runner.pool.allocator = PageAllocator(pages)
+        return serve(parts, [Submit(request(parts, name, prompts[int(name)], 48)) for name in ("0", "1", "2")])
+
+    alone = len(prompts[2]) + 48 + 8
+    ample, tight = run(None), run(pages_for(alone) + 2)
+    assert ample.stats.parkings["pages"] == 0 < tight.stats.parkings["pages"]
+    assert tight.stats.restored_tokens > 0
+    assert tight.tokens == ample.tokens
+    assert set(tight.reasons().values()) == {"length"}
+    for name, end in tight.ends.items():
+        other = ample.ends[name].stats
+        assert end.stats is not None and other is not None and end.stats.keeps == other.keeps
 
 
 # -- arrivals and cancellations --------------------------------------------------------------------------------------------
