@@ -1,0 +1,90 @@
+"""The pacer against machines whose rounds take as long as we say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.config import CHUNK_SIZE
+from paceline.engine.pacing import IDLE_FACTOR, Pacer, deal
+
+Machine = Callable[[int], float]
+
+
+def run(pacer: Pacer, rounds: int, decode: float, machine: Machine) -> list[tuple[int, float]]:
+    """Tokens read and seconds of each round, while lanes decode and a prompt waits."""
+    log = []
+    for _ in range(rounds):
+        tokens = pacer.budget(True)
+        reading = machine(tokens) if tokens else 0.0
+        pacer.observe(True, tokens, decode + reading, reading)
+        log.append((tokens, decode + reading))
+    return log
+
+
+def linear(fixed_ms: float, ms_per_quantum: float) -> Machine:
+    return lambda tokens: (fixed_ms + ms_per_quantum * tokens / CHUNK_SIZE) / 1000.0
+
+
+@pytest.mark.parametrize(
+    ("machine", "tokens"),
+    [(linear(0, 10), 256), (linear(20, 5), 256), (linear(15, 0.5), 512), (linear(0, 30), 64)],
+    ids=["by tokens", "partly fixed", "mostly fixed", "dear"],
+)
+def test_rounds_stay_within_the_bound_and_use_it(machine: Machine, tokens: int) -> None:
+    """60 ms, of which decoding takes 10."""
+    pacer = Pacer(512, 60.0)
+    log = run(pacer, 60, 0.010, machine)
+    assert sum(seconds > 0.060 for _, seconds in log) <= 4, "what was not known yet"
+    assert all(seconds <= 0.060 for _, seconds in log[-40:])
+    assert log[-1][0] == tokens
+    assert pacer.out_of_reach == 0
+
+
+def test_what_an_idle_engine_read_is_known_when_lanes_decode() -> None:
+    pacer, machine = Pacer(512, 60.0), linear(0, 10)
+    for _ in range(3):
+        tokens = pacer.budget(False)
+        assert tokens == IDLE_FACTOR * 512
+        pacer.observe(False, tokens, machine(tokens), machine(tokens))
+    assert all(seconds <= 0.0601 for _, seconds in run(pacer, 30, 0.010, machine))
+
+
+def test_out_of_reach_every_other_round_reads() -> None:
+    pacer = Pacer(512, 60.0)
+    log = run(pacer, 40, 0.050, linear(0, 20))
+    assert [tokens for tokens, _ in log[-6:]] == [0, 64, 0, 64, 0, 64]
+    assert pacer.out_of_reach >= 15
+
+
+def test_a_stall_is_forgotten_and_a_lasting_change_is_not() -> None:
+    pacer, machine = Pacer(512, 60.0), linear(0, 10)
+    run(pacer, 40, 0.010, machine)
+    pacer.observe(True, 256, 3.0, 1.5)
+    assert pacer.budget(True) == 256
+    run(pacer, 40, 0.030, machine)
+    assert pacer.budget(True) == 128
+
+
+def test_without_a_bound_the_budget_is_the_option() -> None:
+    pacer = Pacer(500)
+    run(pacer, 5, 9.0, linear(0, 1000))
+    assert (pacer.budget(True), pacer.budget(False), pacer.out_of_reach) == (500, 2000, 0)
+
+
+@given(st.lists(st.integers(1, 700), min_size=1, max_size=8), st.integers(0, 3000))
+def test_dealing_is_fair_on_the_grid_and_within_the_budget(unread: list[int], budget: int) -> None:
+    dealt, short = deal(unread, budget)
+    assert sum(dealt) <= budget
+    for done, size in zip(dealt, unread, strict=True):
+        assert done == size or (done < size and done % CHUNK_SIZE == 0)
+    waiting = [done for done, size in zip(dealt, unread, strict=True) if done < size]
+    assert not waiting or max(waiting) - min(waiting) <= CHUNK_SIZE
+    if waiting:
+        left = min(CHUNK_SIZE, unread[short] - dealt[short])
+        assert 0 < left > budget - sum(dealt), "who goes short is the first in whose turn the budget was spent"
+    else:
+        assert short == 0
