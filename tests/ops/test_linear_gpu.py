@@ -128,6 +128,18 @@ def test_a_row_knows_nothing_of_its_neighbours(form: str, name: str) -> None:
         assert torch.equal(multiply(x, weight)[1::2], everything[1::2])
 
 
+@pytest.mark.parametrize("shape", [(5120, 6144), (4864, 896), (1280, 5120), (45, 544)])
+def test_prompt_rows_whatever_the_height_of_their_panels(shape: tuple[int, int]) -> None:
+    weight = pack(random_blocks("Q8_0", *shape), torch.bfloat16, CUDA)
+    x = rows(1200, shape[1])
+    everything = linear(x, weight, "prefill")
+    assert error(everything, x, dequantize(random_blocks("Q8_0", *shape)).to(CUDA)) < LIMIT
+    for count in (1, 107, 128, 129, 256, 257, 300, 384, 385, 512, 600, 900, 1100):
+        poison()
+        assert torch.equal(linear(x[:count], weight, "prefill"), everything[:count])
+        assert torch.equal(linear(x[-count:], weight, "prefill"), everything[-count:])
+
+
 @pytest.mark.parametrize("shape", [(5120, 6144), (34816, 1024), (256, 5120)])
 def test_parts_that_share_a_tile(shape: tuple[int, int]) -> None:
     """A pair of tiles in many parts, in two, and a weight that is one pair."""

@@ -12,12 +12,14 @@ multiplies by one group of 16 rows after the other: one product of one shape for
 GPUs have a faster decode product in ``hopper.py``.)
 
 *Prefill* decodes the weight into a scratch matrix and multiplies panels of 256 rows, padded, by the vendor's library, which
-treats all rows of a product of one shape alike.
+treats all rows of a product of one shape alike. Panels of another height serve too where they give the same bits, which is
+tried once for each shape of weight: mostly they do, as the library then adds over K in the same order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Iterator, Sequence
 
 import torch
 import triton
@@ -35,7 +37,9 @@ from paceline.types import RowKind
 PROGRAMS = 264
 """Parts that a decode product is cut into: two for each multiprocessor of an H200. Part of the arithmetic."""
 PANEL = ROW_STEP
-"""Rows of a prefill product."""
+"""Rows of the prefill product that says what the bits are."""
+_PANELS = (128, 256, 384, 512)
+"""Heights that a prefill product may have."""
 _GROUPS = (1, 2, 4)
 """Groups of 16 rows that a program may carry."""
 _WARPS = TILE_ROWS // 16
@@ -561,16 +565,51 @@ def _decode(x: Rows, weight: TiledWeight) -> Tensor:
 def _prefill(x: Rows, weight: TiledWeight) -> Tensor:
     outputs = weight.shape[0]
     dense = (expand(weight) if weight.expanded is None else weight.expanded)[:outputs]
+    heights = _heights(x.device, outputs, weight.columns) if weight.form != "F32" else (PANEL,)
     out = torch.empty(padded(x.rows, PANEL), outputs, device=x.device)
-    source = x.values[: out.shape[0], : weight.columns]
-    for target, panel in zip(out.split(PANEL), source.split(PANEL), strict=True):
-        if weight.form == "F32":
-            torch.mm(panel, dense.T, out=target)
-        else:
-            torch.mm(panel, dense.T, out_dtype=torch.float32, out=target)
+    for rows in _panels(x.rows, heights):
+        _multiply_panel(x.values[rows, : weight.columns], dense, out[rows])
     block = 4096
     _undo_scaling[(x.rows, -(-outputs // block))](out, x.factors, outputs, weight.scale, BLOCK=block)
     return out[: x.rows]
+
+
+def _panels(rows: int, heights: Sequence[int]) -> Iterator[slice]:
+    """The highest panels, and in the end the lowest one that suffices. ``heights`` ascend and have ``PANEL``."""
+    start = 0
+    while start < rows:
+        height = next((height for height in heights if height >= rows - start), heights[-1])
+        yield slice(start, start + height)
+        start += height
+
+
+def _multiply_panel(panel: Tensor, dense: Tensor, out: Tensor) -> None:
+    if panel.dtype == torch.float32:
+        torch.mm(panel, dense.T, out=out)
+    else:
+        torch.mm(panel, dense.T, out_dtype=torch.float32, out=out)
+
+
+@functools.cache
+def _heights(device: torch.device, outputs: int, columns: int) -> tuple[int, ...]:
+    """Those of ``_PANELS`` whose products with weights of this shape have the bits of ``PANEL`` rows. One that splits K has
+    not, which shows on random numbers."""
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("the first prefill product of a shape cannot be captured in a graph, run it once before")
+    random = torch.Generator(device).manual_seed(0)
+    most = _PANELS[-1]
+    x = torch.empty(most, padded(columns, COLUMN_STEP), dtype=torch.float16, device=device).normal_(generator=random)
+    dense = torch.empty(outputs, columns, dtype=torch.float16, device=device).normal_(generator=random)
+
+    def product(height: int) -> Tensor:
+        out = torch.empty(padded(most, height), outputs, device=device)
+        for start in range(0, most // height * height, height):
+            _multiply_panel(x[start : start + height, :columns], dense, out[start : start + height])
+        return out[: most // height * height]
+
+    expected = product(PANEL)
+    results = {height: product(height) for height in _PANELS}
+    return tuple(height for height, got in results.items() if torch.equal(got, expected[: got.shape[0]]))
 
 
 def _pointers(weight: TiledWeight) -> tuple[Tensor, Tensor, Tensor, Tensor]:
