@@ -37,6 +37,14 @@ class AuthenticationError(PacelineError):
     code = "invalid_api_key"
 
 
+class ClientTooSlow(PacelineError):
+    """A client that stopped sending its request or reading its answer. Both numbers are named: what it did and the limit."""
+
+    status = 408
+    kind = "invalid_request_error"
+    code = "client_too_slow"
+
+
 class LoadError(PacelineError):
     """A model file that is missing, damaged, of another kind, or that does not fit its partner. Names the file."""
 

@@ -322,8 +322,8 @@ class EngineInfo:
 
 @dataclass(frozen=True, slots=True)
 class LaneStats:
-    """A live lane after a round. ``width`` rows were verified in its last decode round (0: there was none); ``rounds`` counts
-    its decode rounds, ``age_seconds`` since the request arrived."""
+    """A live lane after a round. ``width`` rows were verified in its last decode round (0: there was none); ``rounds``
+    counts its decode rounds, ``age_seconds`` since the request arrived."""
 
     lane: int
     request_id: str

@@ -13,6 +13,7 @@ import uvicorn
 
 from paceline.errors import EngineDead, InvalidRequest
 from paceline.server.app import create_app
+from paceline.server.options import ServerOptions
 from paceline.server.service import Backend, Service
 from paceline.types import Emission, EngineInfo, EngineStats, Request
 
@@ -103,7 +104,7 @@ class ByteTokenizer:
     vocab_size = 257
     special_ids = frozenset({END})
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, add_special: bool = False) -> list[int]:
         return list(text.encode())
 
     def token_bytes(self, token_id: int, /) -> bytes:
@@ -112,6 +113,8 @@ class ByteTokenizer:
 
 class PlainTemplate:
     """One line per message; what the template was given is kept for the tests to look at."""
+
+    source = "{% for message in messages %}…"
 
     def __init__(self) -> None:
         self.calls: list[dict[str, Any]] = []
@@ -141,12 +144,12 @@ class Running:
 
 @contextlib.contextmanager
 def running(*, loaded: bool = True, **options: Any) -> Iterator[Running]:
-    """Run an app with uvicorn in a thread."""
-    engine, template, service = ScriptedEngine(), PlainTemplate(), Service()
+    """Run an app with uvicorn in a thread. ``options`` are those of ``ServerOptions``."""
+    engine, template, service = ScriptedEngine(), PlainTemplate(), Service(ServerOptions(**options))
     if loaded:
         service.attach(Backend(engine, ByteTokenizer(), template))
     listener = socket.create_server(("127.0.0.1", 0))
-    config = uvicorn.Config(create_app(service, **options), lifespan="off", log_level="critical", access_log=False)
+    config = uvicorn.Config(create_app(service), lifespan="off", log_level="critical", access_log=False)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()

@@ -396,7 +396,7 @@ def test_a_long_prompt_does_not_stall_the_others(server: Running, monkeypatch: p
     class SlowTokenizer(ByteTokenizer):
         max_token_bytes = 1000
 
-        def encode(self, text: str) -> list[int]:
+        def encode(self, text: str, *, add_special: bool = False) -> list[int]:
             if len(text) > INLINE_BYTES:
                 started.set()
                 release.wait(10)
@@ -473,7 +473,7 @@ def ask(server: Running, authorization: str | None) -> httpx.Response:
 
 
 def test_with_a_key_v1_needs_it_and_the_rest_does_not() -> None:
-    with running(api_key="sésame") as server:
+    with running(api_keys=("other", "sésame")) as server:
         for value in (None, "Bearer wrong", "Basic sésame"):
             response = ask(server, value)
             assert_error(response, 401, "API key")

@@ -89,7 +89,9 @@ def test_a_body_that_does_not_come_does_not_hold_up_the_end() -> None:
     with serving("load = backend", port) as process:
         assert eventually(lambda: health(port) == 200, 20)
         with socket.create_connection(("127.0.0.1", port), timeout=10) as client:
-            client.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
+            client.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 100\r\n\r\n{"
+            )
             assert health(port) == 200  # so the server has seen what was sent before
             process.send_signal(signal.SIGTERM)
             answer = b"".join(iter(lambda: client.recv(4096), b""))

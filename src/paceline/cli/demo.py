@@ -14,9 +14,10 @@ from dataclasses import dataclass, field, replace
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
-from paceline.cli.options import Level, LogLevel, start_logging
+from paceline.cli.options import Level, LogLevel
 from paceline.config import EngineOptions
 from paceline.errors import LaneFailed
+from paceline.logs import start_logging
 from paceline.types import Emission, EngineHandle, Request, SamplingParams
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ def demo(log_level: Level = LogLevel.WARNING) -> int:
     The built-in pair answers them twice, first without and then with speculation. The exit status is 0 if both runs gave
     the same tokens, else 1.
     """
-    start_logging(log_level)
+    start_logging(log_level.number)
     from rich.console import Console
 
     console = Console(highlight=False)

@@ -25,9 +25,9 @@ from paceline.cli.options import (
     ModelOption,
     Speculation,
     Threads,
-    start_logging,
 )
 from paceline.errors import InvalidRequest, LaneFailed
+from paceline.logs import start_logging
 from paceline.types import RequestStats, SamplingParams
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def generate(
         max_tokens=max_tokens,
         stop=tuple(stop or ()),
     )
-    start_logging(log_level)
+    start_logging(log_level.number)
     from paceline.engine.llm import LLM
 
     with LLM(

@@ -145,9 +145,4 @@ CacheTypeK = Annotated[
 CacheTypeV = Annotated[
     str, typer.Option("--cache-type-v", metavar=_CACHES, help="Type in which the target's values are stored.")
 ]
-Level = Annotated[LogLevel, typer.Option("--log-level", help="What is logged on stderr.")]
-
-
-def start_logging(level: LogLevel) -> None:
-    """Log on stderr: one line an event, with time, level and source. The engine's process logs in the same form."""
-    logging.basicConfig(level=level.number, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+Level = Annotated[LogLevel, typer.Option("--log-level", help="What is logged on stderr, one event a line.")]

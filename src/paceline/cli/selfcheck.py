@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from paceline.cli.options import DEFAULTS, Device, Dtype, Level, LogLevel, start_logging
+from paceline.cli.options import DEFAULTS, Device, Dtype, Level, LogLevel
 from paceline.config import EngineOptions
+from paceline.logs import start_logging
 
 if TYPE_CHECKING:
     from paceline.selfcheck import Outcome
@@ -26,7 +27,7 @@ def selfcheck(device: Device = DEFAULTS.device, dtype: Dtype = DEFAULTS.dtype, l
     all tokens are equal, else 1. Takes a minute or two.
     """
     options = EngineOptions(device=device, dtype=dtype)  # refuses a bad one now, not after the minute that the cases take
-    start_logging(log_level)
+    start_logging(log_level.number)
     from paceline.engine.arithmetic import configure, describe, fingerprint, resolve_device
     from paceline.selfcheck import all_cases, run_all
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 
@@ -27,13 +28,15 @@ from paceline.cli.options import (
     SpecSynthLen,
     Speculation,
     Threads,
-    start_logging,
 )
 from paceline.config import EngineOptions, api_key_from_environment
-from paceline.errors import ConfigError
+from paceline.logs import start_logging
+from paceline.server.options import ServerOptions, api_keys
 
 if TYPE_CHECKING:
     from paceline.server.service import Backend
+
+SERVER = ServerOptions()
 
 logger = logging.getLogger("paceline.server")
 
@@ -96,14 +99,53 @@ def serve(
         int, typer.Option("--port", metavar="PORT", min=0, max=65535, help="Port to listen on; 0 takes a free one.")
     ] = 8000,
     api_key: Annotated[
-        str | None,
+        list[str],
         typer.Option(
             "--api-key",
             metavar="KEY",
-            help="Key that clients must send as a bearer token.",
+            help="A key that clients may send as a bearer token; may be given several times. Other users of the machine can "
+            "read a command line: --api-key-file and the environment are better places.",
             show_default="the environment variable PACELINE_API_KEY, or none",
         ),
+    ] = [],  # noqa: B006
+    api_key_file: Annotated[
+        Path | None, typer.Option("--api-key-file", metavar="FILE", help="A file with more keys, one a line.")
     ] = None,
+    cors_origin: Annotated[
+        list[str],
+        typer.Option(
+            "--cors-origin",
+            metavar="ORIGIN",
+            help="Pages of this origin may use the server from a browser; may be given several times, * means any.",
+            show_default="none",
+        ),
+    ] = [],  # noqa: B006
+    max_body_mib: Annotated[
+        int, typer.Option("--max-body-mib", metavar="MIB", min=1, help="The largest body of a request that is read.")
+    ] = SERVER.max_body_bytes // 2**20,
+    stream_buffer_tokens: Annotated[
+        int,
+        typer.Option(
+            "--stream-buffer-tokens",
+            metavar="TOKENS",
+            help="How many tokens of a stream may wait for a client that reads slowly; beyond, its request ends.",
+        ),
+    ] = SERVER.stream_buffer_tokens,
+    client_timeout: Annotated[
+        float,
+        typer.Option(
+            "--client-timeout",
+            metavar="SECONDS",
+            help="How long a client may neither read what waits for it nor send more of a body it has begun.",
+        ),
+    ] = SERVER.client_timeout,
+    trace: Annotated[
+        str | None,
+        typer.Option("--trace", metavar="FILE", help="Add a JSON line per round to this file: lanes, widths, keeps, times."),
+    ] = None,
+    log_format: Annotated[
+        Literal["text", "json"], typer.Option("--log-format", help="Log lines as text or as JSON objects.")
+    ] = "text",
     log_level: Level = LogLevel.INFO,
 ) -> int:
     """Serve a model to many clients at once, over OpenAI's HTTP API.
@@ -112,8 +154,6 @@ def serve(
     """
     if target is not None and model is not None:
         raise typer.BadParameter(f"the model is given twice, as {target!r} and with --model as {model!r}")
-    if api_key == "":
-        raise ConfigError("--api-key is empty; leave it out to serve without a key", param="api_key")
     chosen = model if target is None else target
     options = EngineOptions(
         target=DEFAULTS.target if chosen is None else chosen,
@@ -138,14 +178,24 @@ def serve(
         spec_synth_len=spec_synth_len,
         model_name=model_name,
     )
-    start_logging(log_level)
+    from_environment = api_key_from_environment()
+    server_options = ServerOptions(
+        api_keys=api_keys(api_key, api_key_file) or ((from_environment,) if from_environment else ()),
+        cors_origins=tuple(cors_origin),
+        max_body_bytes=max_body_mib * 2**20,
+        stream_buffer_tokens=stream_buffer_tokens,
+        client_timeout=client_timeout,
+    )
+    start_logging(log_level.number, log_format)
     from paceline.server import run
 
-    key = api_key or api_key_from_environment()
-    return run.serve(lambda: _load(options, log_level), host=host, port=port, api_key=key, say=logger.info)
+    def load() -> Backend:
+        return _load(options, log_level=log_level.number, log_format=log_format, trace=trace)
+
+    return run.serve(load, host=host, port=port, options=server_options, say=logger.info)
 
 
-def _load(options: EngineOptions, log_level: LogLevel) -> Backend:
+def _load(options: EngineOptions, **logging_options: Any) -> Backend:
     """Open and check the files here, which takes a second, before an engine is started that would find the same faults."""
     from paceline.engine.build import resolve_paths
     from paceline.engine.process import EngineProcess
@@ -157,4 +207,4 @@ def _load(options: EngineOptions, log_level: LogLevel) -> Backend:
     tokenizer, template = target.tokenizer(), target.chat_template()
     if drafter_path is not None:
         check_pair(target, open_drafter(drafter_path))
-    return Backend(EngineProcess(options, log_level=log_level.number), tokenizer, template)
+    return Backend(EngineProcess(options, **logging_options), tokenizer, template)

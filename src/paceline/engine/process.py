@@ -22,7 +22,9 @@ from paceline.config import EngineOptions
 from paceline.engine.build import build
 from paceline.engine.engine import Sinks
 from paceline.engine.loop import Cancel, EngineLoop, Message, Stop, Submit
+from paceline.engine.trace import Trace
 from paceline.errors import EngineDead, PacelineError
+from paceline.logs import LogFormat, start_logging
 from paceline.types import Emission, EngineInfo, EngineStats, Request
 
 SERVER_SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -50,12 +52,24 @@ class Turn:
 
 
 class EngineProcess:
-    """An ``EngineHandle`` over a pipe. The constructor returns when the engine is loaded, or raises why it is not."""
+    """An ``EngineHandle`` over a pipe. The constructor returns when the engine is loaded, or raises why it is not.
 
-    def __init__(self, options: EngineOptions, *, log_level: int = logging.INFO) -> None:
+    ``trace`` names a file to which a line per round is added.
+    """
+
+    def __init__(
+        self,
+        options: EngineOptions,
+        *,
+        log_level: int = logging.INFO,
+        log_format: LogFormat = "text",
+        trace: str | None = None,
+    ) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_main, args=(options, theirs, log_level), name="paceline-engine", daemon=True)
+        self._process = context.Process(
+            target=_main, args=(options, theirs, log_level, log_format, trace), name="paceline-engine", daemon=True
+        )
         atexit.register(self._kill)
         with _signals_blocked():
             self._process.start()
@@ -145,30 +159,40 @@ def _signals_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, previous)
 
 
-def _main(options: EngineOptions, pipe: Connection, log_level: int) -> None:
+def _main(options: EngineOptions, pipe: Connection, log_level: int, log_format: LogFormat, trace: str | None) -> None:
     """The engine process."""
     for number in SERVER_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    logging.basicConfig(level=log_level, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    start_logging(log_level, log_format)
     try:
-        _run(options, pipe)
+        _run(options, pipe, trace)
     except BrokenPipeError:
         os._exit(1)  # the server is gone: nobody is left to answer
 
 
-def _run(options: EngineOptions, pipe: Connection) -> None:
+def _run(options: EngineOptions, pipe: Connection, trace_path: str | None) -> None:
     try:
+        trace = Trace(trace_path) if trace_path else None
         parts = build(options)
     except PacelineError as error:
         pipe.send(Refused(error))
         return
     pipe.send(Ready(parts.info))
+    if trace is not None:
+        trace.begin(parts.info)
+
+    def outbox(emissions: list[Emission], stats: EngineStats) -> None:
+        pipe.send(Turn(emissions, stats))
+        if trace is not None:
+            trace.write()
+
     EngineLoop(
         parts.runner,
         parts.scheduler,
         PipeInbox(pipe),
-        lambda emissions, stats: pipe.send(Turn(emissions, stats)),
+        outbox,
         coalesce_seconds=options.admission_coalesce_ms / 1000,
+        observe=trace.observe if trace is not None else None,
     ).run()
 
 

@@ -34,6 +34,12 @@ class BodyTooLarge(InvalidRequest):
     status = 413
 
 
+class HeadersTooLarge(InvalidRequest):
+    """More or longer headers than the server reads."""
+
+    status = 431
+
+
 class UnknownModel(InvalidRequest):
     """A question about a model that this server does not have. (A generation's ``model`` field may say anything.)"""
 
@@ -132,6 +138,15 @@ COMPLETION_FIELDS: dict[str, FieldRule] = _SHARED | {
     "suffix": Only(("",)),
     "add_special_tokens": Only((True,)),
 }
+TOKENIZE_FIELDS: dict[str, FieldRule] = {
+    "model": SUPPORTED,
+    "content": SUPPORTED,
+    "prompt": SUPPORTED,
+    "add_special": SUPPORTED,
+    "with_pieces": SUPPORTED,
+    "parse_special": Only((True,)),
+}
+DETOKENIZE_FIELDS: dict[str, FieldRule] = {"model": SUPPORTED, "tokens": SUPPORTED}
 
 _STREAM_OPTIONS: dict[str, FieldRule] = {
     "include_usage": SUPPORTED,
@@ -162,6 +177,16 @@ class CompletionRequest:
     stream: bool
     include_usage: bool
     echo: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizeRequest:
+    """A checked body of /tokenize. ``add_special`` asks for what the file puts in front of texts, ``with_pieces`` for the
+    text of each token."""
+
+    text: str
+    add_special: bool
+    with_pieces: bool
 
 
 def parse_json(body: bytes) -> dict[str, Any]:
@@ -206,6 +231,26 @@ def parse_completion(body: Mapping[str, Any]) -> CompletionRequest:
     if echo:
         sampling = replace(sampling, prompt_logprobs=sampling.logprobs)
     return CompletionRequest(prompts, sampling, stream, include_usage, echo)
+
+
+def parse_tokenize(body: Mapping[str, Any]) -> TokenizeRequest:
+    """Check a body of /tokenize. llama-server calls the text ``content``, vLLM ``prompt``."""
+    _check_fields(body, TOKENIZE_FIELDS)
+    _expect(str, body, "model")
+    given = [_expect(str, body, name) for name in ("content", "prompt") if body.get(name) is not None]
+    if len(given) != 1:
+        raise InvalidRequest("one text is needed, as content or as prompt", param="content")
+    return TokenizeRequest(given[0], _flag(body, "add_special"), _flag(body, "with_pieces"))
+
+
+def parse_detokenize(body: Mapping[str, Any]) -> tuple[int, ...]:
+    """Check a body of /detokenize: its token ids."""
+    _check_fields(body, DETOKENIZE_FIELDS)
+    _expect(str, body, "model")
+    tokens = _expect(list, body, "tokens")
+    if tokens is None or not _is_token_ids(tokens):
+        raise InvalidRequest("tokens must be a list of token ids", param="tokens")
+    return tuple(tokens)
 
 
 def _check_fields(body: Mapping[str, Any], rules: Mapping[str, FieldRule], prefix: str = "") -> None:

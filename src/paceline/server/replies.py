@@ -169,7 +169,7 @@ def error_object(error: PacelineError) -> dict[str, Any]:
     }
 
 
-def dump(value: dict[str, Any]) -> bytes:
+def dump(value: dict[str, Any] | list[Any]) -> bytes:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
 
 

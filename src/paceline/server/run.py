@@ -16,11 +16,14 @@ import uvicorn
 
 from paceline.errors import EngineDead, PacelineError
 from paceline.server.app import create_app
+from paceline.server.http import MAX_HEADER_BYTES
+from paceline.server.options import ServerOptions
 from paceline.server.replies import printable
 from paceline.server.service import Backend, Service
 
 GRACE_SECONDS = 5.0
 """How long running requests may go on after a signal before they are ended with an error."""
+SEND_BUFFER_BYTES = 128 * 1024
 
 logger = logging.getLogger("paceline.server")
 
@@ -30,7 +33,7 @@ def serve(
     *,
     host: str = "127.0.0.1",
     port: int = 8000,
-    api_key: str | None = None,
+    options: ServerOptions | None = None,
     say: Callable[[str], None] = print,
 ) -> int:
     """Serve until SIGINT or SIGTERM (returns 0), or until loading fails or the engine dies (returns 1).
@@ -38,12 +41,13 @@ def serve(
     The port is bound first, so that a port in use costs no loading, and /health answers 503 while ``load`` runs in a
     thread of its own. ``say`` prints the one line that says where the server listens; faults go to stderr, a line each.
     """
+    options = options or ServerOptions()
     try:
-        listener = _listen(host, port)
+        listener = _listen(host, port, options.client_timeout)
     except (OSError, OverflowError, UnicodeError) as error:  # no such port, no such name
         return _fail(f"cannot listen on {host}:{port}: {getattr(error, 'strerror', None) or error}")
-    service = Service()
-    server = _Server(service, api_key)
+    service = Service(options)
+    server = _Server(service)
     address = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
 
     def load_engine() -> None:
@@ -71,10 +75,13 @@ def serve(
 class _Server(uvicorn.Server):
     """uvicorn, which stops by itself when ``fault`` is set or the engine dies, and does not wait for long answers."""
 
-    def __init__(self, service: Service, api_key: str | None) -> None:
+    def __init__(self, service: Service) -> None:
         config = uvicorn.Config(
-            create_app(service, api_key=api_key),
+            create_app(service),
+            http="h11",  # the one that bounds headers that do not end
+            h11_max_incomplete_event_size=2 * MAX_HEADER_BYTES,
             lifespan="off",
+            log_config=None,
             log_level="warning",
             access_log=False,
             timeout_keep_alive=65,
@@ -114,11 +121,16 @@ def _load(load: Callable[[], Backend], server: _Server) -> Backend | None:
     return None
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def _listen(host: str, port: int, client_timeout: float) -> socket.socket:
     family, kind, protocol, _, address = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0]
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # Connections inherit both. What a client does not read is to wait in the server, which counts it, and not in
+        # megabytes of the kernel's; and a connection of which nothing is read for long is given up, whatever it carries.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+        if sys.platform == "linux":
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(2000 * client_timeout))
         # Not through getaddrinfo, which takes a port modulo 65536.
         listener.bind((address[0], port, *address[2:]))
         listener.listen(2048)

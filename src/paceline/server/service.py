@@ -15,9 +15,12 @@ from dataclasses import dataclass
 from typing import Any, NoReturn, ParamSpec, Protocol, TypeVar
 
 from paceline.errors import EngineDead, InvalidRequest, LaneFailed, PacelineError
-from paceline.server.aligned import AlignedLogprobs, Echo, ScoredToken
+from paceline.server.aligned import AlignedLogprobs, Echo, ScoredToken, check_prompt_logprobs
 from paceline.server.metrics import Metrics
+from paceline.server.options import ServerOptions
 from paceline.server.protocol import ChatRequest, CompletionRequest, NotReady
+from paceline.server.record import RequestRecord
+from paceline.server.unread import Unread
 from paceline.text import TextStream
 from paceline.types import Emission, EngineHandle, EngineInfo, FinishReason, Request, SamplingParams
 
@@ -42,13 +45,15 @@ class TextCodec(Protocol):
     @property
     def special_ids(self) -> Collection[int]: ...
 
-    def encode(self, text: str) -> list[int]: ...
+    def encode(self, text: str, *, add_special: bool = False) -> list[int]: ...
 
     def token_bytes(self, token_id: int, /) -> bytes: ...
 
 
 class Template(Protocol):
     """What is needed of a chat template."""
+
+    source: str
 
     def render(
         self,
@@ -86,11 +91,20 @@ class Generation:
     """The choices of one client's request while they are generated. Whoever starts one must ``close`` it."""
 
     def __init__(
-        self, handle: EngineHandle, metrics: Metrics, endpoint: str, arrived: float, token_bytes: Callable[[int], bytes]
+        self,
+        handle: EngineHandle,
+        metrics: Metrics,
+        endpoint: str,
+        arrived: float,
+        token_bytes: Callable[[int], bytes],
+        options: ServerOptions,
     ) -> None:
         self.prompt_tokens = 0
         self.completion_tokens = 0
         self._handle = handle
+        self._record = RequestRecord(endpoint, arrived)
+        self._unread = Unread(options)
+        self._too_slow = False
         self._token_bytes = token_bytes
         self._metrics = metrics
         self._endpoint = endpoint
@@ -132,6 +146,7 @@ class Generation:
             if isinstance(event, PacelineError):
                 raise event
             index, emission = event
+            self._unread.take(len(emission.tokens))
             if index in self._live:
                 yield self._delta(index, emission)
 
@@ -139,17 +154,36 @@ class Generation:
         """Cancel what is still running, so that its lane is free for others. Idempotent."""
         for index in list(self._live):
             self._handle.cancel(self._live[index])
-            self._end(index, "cancelled")
+            self._end(index, "error" if self._record.error else "cancelled")
 
     def abort(self, error: PacelineError) -> None:
         """Let ``deltas`` end with this error."""
+        self._record.failed(error)
         self._events.put_nowait(error)
+
+    def started(self, sampling: SamplingParams) -> None:
+        """Every choice has been submitted."""
+        self._record.start(self._live.values(), self.prompt_tokens, sampling)
+
+    def _arrive(self, index: int, emission: Emission) -> None:
+        """Take in what the engine emits. Once the client has been too slow, its lanes end, and what comes is dropped."""
+        if emission.finish_reason is not None:
+            self._record.left_engine(index, emission)
+        if self._too_slow:
+            return
+        self._events.put_nowait((index, emission))
+        error = self._unread.add(len(emission.tokens))
+        if error is not None and emission.finish_reason is None:
+            self._too_slow = True
+            for request_id in self._live.values():
+                self._handle.cancel(request_id)
+            self.abort(error)
 
     def _sink(self, index: int) -> Callable[[Emission], None]:
         def sink(emission: Emission) -> None:
             # The loop is closed when the server has stopped: then nobody waits for this emission.
             with contextlib.suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(self._events.put_nowait, (index, emission))
+                self._loop.call_soon_threadsafe(self._arrive, index, emission)
 
         return sink
 
@@ -164,8 +198,10 @@ class Generation:
             reason = "stop"
         elif reason in ("error", "cancelled"):
             # Nobody on this side cancelled it, so a request that was cancelled failed too.
+            failure = self._failure(emission)
+            self._record.failed(failure)
             self._end(index, "error")
-            raise self._failure(emission)
+            raise failure
         elif reason is not None:
             text += stream.finish()
         if reason is not None:
@@ -214,12 +250,14 @@ class Generation:
     def _end(self, index: int, reason: FinishReason) -> None:
         del self._live[index]
         self._metrics.generations.labels(self._endpoint, reason).inc()
+        self._record.ended(index, reason)
 
 
 class Service:
     """Turns checked requests into running generations. Has no backend while the engine loads."""
 
-    def __init__(self) -> None:
+    def __init__(self, options: ServerOptions | None = None) -> None:
+        self.options = options or ServerOptions()
         self.backend: Backend | None = None
         self.metrics = Metrics(self._live_handle)
         self._generations: set[Generation] = set()
@@ -260,7 +298,9 @@ class Service:
         """Start ``n`` choices for each prompt, one prompt after another. ``size`` and ``arrived`` as for ``chat``."""
         backend = self.ready()
         prompts = await self.work(size, _completion_prompts, backend, request)
-        return self._start("completions", prompts, request.sampling, arrived, request.echo)
+        check_prompt_logprobs(prompts, request.sampling)
+        echoes = await self.work(size, _echoes, backend, prompts) if request.echo else None
+        return self._start("completions", prompts, request.sampling, arrived, echoes)
 
     def abort_all(self, error: PacelineError) -> None:
         """End every running generation with this error, and answer later requests with it."""
@@ -286,50 +326,63 @@ class Service:
         prompts: Sequence[tuple[int, ...]],
         sampling: SamplingParams,
         arrived: float,
-        echo: bool = False,
+        echoes: Sequence[Echo] | None = None,
     ) -> Generation:
         backend = self.ready()
         token_bytes = backend.tokenizer.token_bytes
-        generation = Generation(backend.handle, self.metrics, endpoint, arrived, token_bytes)
+        generation = Generation(backend.handle, self.metrics, endpoint, arrived, token_bytes, self.options)
         try:
-            for prompt in prompts:
-                echoed = Echo.of(token_bytes, prompt) if echo else None
+            for prompt, echo in zip(prompts, echoes or [None] * len(prompts), strict=True):
                 for request in Request.choices(prompt, sampling, backend.handle.info):
                     skip = request.stop_ids | frozenset(backend.tokenizer.special_ids)
                     aligned = request.logprobs is not None
                     stream = TextStream(token_bytes, skip=skip, stop=sampling.stop, align=aligned)
-                    generation.submit(request, stream, echoed)
+                    generation.submit(request, stream, echo)
         except BaseException:
             generation.close()
             raise
         self._generations.add(generation)
+        generation.started(sampling)
         return generation
 
     def _live_handle(self) -> EngineHandle | None:
         return self.backend.handle if self.backend is not None and self.backend.handle.alive() else None
 
 
-def _chat_prompt(backend: Backend, request: ChatRequest) -> tuple[int, ...]:
+def chat_text(backend: Backend, request: ChatRequest) -> str:
+    """The text that the model reads of a chat."""
     if backend.template is None:
         raise InvalidRequest(f"{backend.handle.info.model_name} has no chat template; use /v1/completions")
-    text = backend.template.render(
+    return backend.template.render(
         request.messages, tools=request.tools, add_generation_prompt=True, **request.template_kwargs
     )
-    return _encode(backend, text, "messages")
+
+
+def _chat_prompt(backend: Backend, request: ChatRequest) -> tuple[int, ...]:
+    return _encode(backend, chat_text(backend, request), "messages")
 
 
 def _completion_prompts(backend: Backend, request: CompletionRequest) -> list[tuple[int, ...]]:
     return [
-        _encode(backend, prompt, "prompt") if isinstance(prompt, str) else _check_ids(backend, prompt)
+        _encode(backend, prompt, "prompt") if isinstance(prompt, str) else _given_ids(backend, prompt)
         for prompt in request.prompts
     ]
 
 
-def _check_ids(backend: Backend, prompt: tuple[int, ...]) -> tuple[int, ...]:
+def _echoes(backend: Backend, prompts: Sequence[tuple[int, ...]]) -> list[Echo]:
+    return [Echo.of(backend.tokenizer.token_bytes, prompt) for prompt in prompts]
+
+
+def check_ids(backend: Backend, tokens: tuple[int, ...], param: str) -> None:
+    """Refuse tokens that the model does not have; ``param`` names the field."""
     vocab_size = backend.handle.info.vocab_size
-    bad = next((token for token in prompt if not 0 <= token < vocab_size), None)
+    bad = next((token for token in tokens if not 0 <= token < vocab_size), None)
     if bad is not None:
-        raise InvalidRequest(f"prompt holds token {bad}; the model's tokens are 0 to {vocab_size - 1}", param="prompt")
+        raise InvalidRequest(f"{param} holds token {bad}; the model's tokens are 0 to {vocab_size - 1}", param=param)
+
+
+def _given_ids(backend: Backend, prompt: tuple[int, ...]) -> tuple[int, ...]:
+    check_ids(backend, prompt, "prompt")
     return _fitting(prompt, backend.handle.info.max_ctx, "prompt")
 
 

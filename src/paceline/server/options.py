@@ -1,0 +1,62 @@
+"""What whoever runs a server may choose about its clients."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.errors import ConfigError
+
+_ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/?#\s]+")
+
+
+@dataclass(frozen=True, slots=True)
+class ServerOptions:
+    """Checked on construction; ``ConfigError`` names the option.
+
+    With ``api_keys`` a client must send one of them. Pages of ``cors_origins`` (``*``: of any) may use the server from a
+    browser. A body may have ``max_body_bytes``. A client may leave ``stream_buffer_tokens`` of a stream unread, and may for
+    ``client_timeout`` seconds neither read what waits for it nor send more of a body that it has begun.
+    """
+
+    api_keys: tuple[str, ...] = ()
+    cors_origins: tuple[str, ...] = ()
+    max_body_bytes: int = 32 * 2**20
+    stream_buffer_tokens: int = 8192
+    client_timeout: float = 60.0
+
+    def __post_init__(self) -> None:
+        if not all(key and key == key.strip() for key in self.api_keys):
+            raise ConfigError("an API key is empty or has spaces around it", param="api_key")
+        for origin in self.cors_origins:
+            if not _ORIGIN.fullmatch(origin):
+                raise ConfigError(
+                    f"cors_origin must be * or look like https://example.org:8080, got {origin!r}", param="cors_origin"
+                )
+        for name in ("max_body_bytes", "stream_buffer_tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}", param=name)
+        if not 0.05 <= self.client_timeout <= 86_400:
+            raise ConfigError(
+                f"client_timeout must lie in [0.05, 86400] seconds, got {self.client_timeout:g}", param="client_timeout"
+            )
+
+
+def api_keys(given: Iterable[str], file: Path | None) -> tuple[str, ...]:
+    """The keys given and those of a file, one a line; blank lines do not count."""
+    keys = list(given)
+    if "" in keys:
+        raise ConfigError("--api-key is empty; leave it out to serve without a key", param="api_key")
+    if file is not None:
+        try:
+            lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or "not UTF-8 text"
+            raise ConfigError(f"--api-key-file {file}: {reason}", param="api_key_file") from None
+        found = [line for line in lines if line]
+        if not found:
+            raise ConfigError(f"--api-key-file {file} holds no key", param="api_key_file")
+        keys += found
+    return tuple(keys)
