@@ -19,14 +19,14 @@ from paceline.types import TokenLogprob
 
 LOWEST = -9999.0
 """Stands for minus infinity, which JSON does not have."""
-_ROWS_AT_ONCE = 32
-"""Some tensors as wide as the vocabulary are made of so many rows."""
+ROWS_AT_ONCE = 16
+"""Some tensors as wide as the vocabulary are made of so many rows at a time; a tile of the decode product has as many."""
 
 
 def score(logits: Tensor, tokens: Tensor, top: int) -> Tensor:
     """What ``read_scores`` reads of R rows: ``logits`` [R, V] float32, ``tokens`` [R] int64 -> [R, 1 + 2 top] int64, on the
     same device: the logprob of the row's token, the ids of the ``top`` likeliest, their logprobs."""
-    blocks = zip(logits.split(_ROWS_AT_ONCE), tokens.split(_ROWS_AT_ONCE), strict=True)
+    blocks = zip(logits.split(ROWS_AT_ONCE), tokens.split(ROWS_AT_ONCE), strict=True)
     return torch.cat([_score(*block, top) for block in blocks])
 
 

@@ -26,15 +26,13 @@ from paceline.engine.rows import Draw, sampling_rows
 from paceline.engine.scores import Scores
 from paceline.engine.synthetic import SyntheticAcceptance
 from paceline.forcing import forced
+from paceline.logprobs import ROWS_AT_ONCE
 from paceline.models.qwen35 import Hidden, Qwen35
 from paceline.penalties import adjusted
 from paceline.sampling import pick
 from paceline.state.pool import LaneFork, SpanRows, StatePool, Txn
 from paceline.transfer import to_device
 from paceline.types import Row
-
-SCORED_ROWS = 32
-"""Rows of a prompt whose logits, which are as wide as the vocabulary, exist at the same time."""
 
 
 class Runner:
@@ -187,8 +185,8 @@ class Runner:
     def _score_prompt(self, span: PrefillSpan, hidden: Hidden, first: int, scores: Scores) -> None:
         """Score the prompt's tokens behind those of the span, whose rows begin at row ``first``."""
         following = span.request.prompt[span.start + 1 : span.start + span.length + 1]
-        for at in range(0, len(following), SCORED_ROWS):
-            tokens = to_device(np.array(following[at : at + SCORED_ROWS]), self.pool.device)
+        for at in range(0, len(following), ROWS_AT_ONCE):
+            tokens = to_device(np.array(following[at : at + ROWS_AT_ONCE]), self.pool.device)
             rows = torch.arange(first + at, first + at + len(tokens), device=tokens.device)
             scores.add_prompt(self.target.logits(hidden.rows(rows)), tokens, span.request)
 

@@ -10,6 +10,7 @@ from dataclasses import astuple, dataclass
 from paceline.config import CHUNK_SIZE
 from paceline.engine.graphs import decode_shapes, prompt_shapes
 from paceline.engine.pacing import IDLE_FACTOR
+from paceline.logprobs import ROWS_AT_ONCE
 from paceline.state.shapes import StateShape
 
 _PIECE = 256
@@ -19,12 +20,14 @@ _F16, _F32 = 2, 4
 
 @dataclass(frozen=True, slots=True)
 class Scratch:
-    """Bytes. ``logits`` of every row that draws a token, partial sums and a copy included; ``attention`` the partial results
-    over the longest context; ``rows`` the activations of a forward; ``states`` what a prompt chunk leaves for the commit;
+    """Bytes. ``logits`` of every row that draws a token, partial sums and a copy included; ``scores`` a copy of
+    them for logprobs and, for a few rows at a time, those of a prompt and what is made of them; ``attention`` the partial
+    results over the longest context; ``rows`` the activations of a forward; ``states`` what a prompt chunk leaves for the commit;
     ``dequantised`` the largest product's weight in 16 bits, as prompt rows multiply it; ``captured`` what each captured
     forward leaves for the commit in a place of its own."""
 
     logits: int
+    scores: int
     attention: int
     rows: int
     states: int
@@ -45,6 +48,7 @@ def round_scratch(shape: StateShape, prefill_tokens: int, *, graphs: bool = True
     pieces = -(-shape.max_ctx // _PIECE)
     return Scratch(
         logits=3 * _F32 * (decode_rows + shape.lanes) * target.vocab_size,
+        scores=_F32 * (decode_rows + 5 * ROWS_AT_ONCE) * target.vocab_size,
         attention=_F32 * decode_rows * target.num_heads * pieces * (target.head_dim + 2),
         rows=_F32 * (decode_rows + prompt_rows) * _numbers_per_row(shape),
         states=2 * shape.lanes * _state_bytes(shape),
