@@ -20,9 +20,9 @@ _F16, _F32 = 2, 4
 
 @dataclass(frozen=True, slots=True)
 class Scratch:
-    """Bytes. ``logits`` of every row that draws a token, partial sums and a copy included; ``scores`` a copy of
-    them for logprobs and, for a few rows at a time, those of a prompt and what is made of them; ``attention`` the partial
-    results over the longest context; ``rows`` the activations of a forward; ``states`` what a prompt chunk leaves for the commit;
+    """Bytes. ``logits`` of every row that draws a token, partial sums and a copy included; ``scores`` a copy of them for
+    logprobs and, for a few rows at a time, those of a prompt and what is made of them; ``attention`` the partial results
+    over the longest context; ``rows`` the activations of a forward; ``states`` what a prompt chunk leaves for the commit;
     ``dequantised`` the largest product's weight in 16 bits, as prompt rows multiply it; ``captured`` what each captured
     forward leaves for the commit in a place of its own."""
 
