@@ -172,6 +172,14 @@ def test_echo_repeats_the_prompt_with_its_logprobs(server: Running) -> None:
     assert opening["choices"][0]["text"] == "abxy" and opening["choices"][0]["logprobs"]["tokens"] == ["a", "b", "x", "y"]
 
 
+def test_echoed_logprobs_have_a_limit(server: Running) -> None:
+    fields: dict[str, Any] = {"prompt": ["a" * 900] * 3, "echo": True, "n": 20}
+    assert len(post(server, COMPLETIONS, **fields)["choices"]) == 60
+    response = httpx.post(server.url + COMPLETIONS, json=fields | {"logprobs": 20}, timeout=10)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, "logprobs") and "1134000" in error["message"]
+
+
 def test_the_official_client(server: Running) -> None:
     server.engine.script = says("Hi")
     messages: Any = HELLO

@@ -6,10 +6,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from paceline.errors import InvalidRequest
 from paceline.text import Detokenizer
-from paceline.types import TokenLogprob
+from paceline.types import SamplingParams, TokenLogprob
 
 TokenBytes = Callable[[int], bytes]
+MAX_PROMPT_LOGPROBS = 2**20
+"""Logprobs of the tokens of all prompts in one reply, the likeliest beside each included: some 100 MB of JSON."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +44,19 @@ class AlignedLogprobs:
         return tuple(
             scored(self._token_bytes, token, entry, self._shift + offset)
             for (token, entry), offset in zip(entries, offsets, strict=True)
+        )
+
+
+def check_prompt_logprobs(prompts: Sequence[tuple[int, ...]], sampling: SamplingParams) -> None:
+    """Refuse a request whose echoed prompts would need more than ``MAX_PROMPT_LOGPROBS``."""
+    if sampling.prompt_logprobs is None:
+        return
+    wanted = sum(map(len, prompts)) * sampling.n * (1 + sampling.prompt_logprobs)
+    if wanted > MAX_PROMPT_LOGPROBS:
+        raise InvalidRequest(
+            f"echo with logprobs would give {wanted} logprobs of prompt tokens (tokens times n times 1 + logprobs); "
+            f"a reply may have {MAX_PROMPT_LOGPROBS}",
+            param="logprobs",
         )
 
 
