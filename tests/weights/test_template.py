@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -100,3 +101,63 @@ def test_hugging_face_places(tmp_path: Path) -> None:
     assert hf_source(tmp_path) == "three"
     (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
     assert hf_source(tmp_path) == TEMPLATE
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% set r = range(99999) %}{% for i in r %}{% for j in r %}{% endfor %}{% endfor %}",
+        "{% set r = range(99999) %}{% for i in r recursive %}{% for j in r %}x{% endfor %}{% endfor %}",
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(40) }}",
+    ],
+    ids=["loops", "recursive", "macros"],
+)
+def test_a_template_that_does_not_end_is_stopped(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.weights.template.MAX_SECONDS", 0.1)
+    began = time.thread_time()
+    with pytest.raises(InvalidRequest, match=r"rejects the messages: it takes longer than 0\.1 s"):
+        ChatTemplate(source).render(MESSAGES)
+    assert time.thread_time() - began < 2
+
+
+def test_a_text_without_end_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.weights.template.MAX_CHARACTERS", 1000)
+    repeated = "{% for i in range(N) %}0123456789{% endfor %}"
+    assert len(ChatTemplate(repeated.replace("N", "100")).render(MESSAGES)) == 1000
+    with pytest.raises(InvalidRequest, match="more than 1000 characters"):
+        ChatTemplate(repeated.replace("N", "101")).render(MESSAGES)
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "'x' * 10 ** 9",
+        "10 ** 9 * [1]",
+        "9 ** (9 ** 9)",
+        "'%999999999d' % 1",
+        "'x'.ljust(999999999)",
+        "'{:999999999}'.format(1)",
+        "'x' | center(999999999)",
+        "'x\\ny' | indent(width=999999999)",
+    ],
+)
+def test_one_operation_cannot_take_all_memory(expression: str) -> None:
+    with pytest.raises(InvalidRequest, match="a number of more than"):
+        ChatTemplate("{{ " + expression + " }}").render(MESSAGES)
+
+
+def test_the_limits_leave_ordinary_templates_alone() -> None:
+    template = ChatTemplate(
+        "{% for m in messages %}{{ loop.index }}/{{ loop.length }}{{ ' ' * 2 }}{{ '%05d' % 7 }}{{ '{:>3}'.format(1) }}"
+        "{{ 'ab' | indent(2) }}{% else %}none{% endfor %}{{ 2 ** 3 }}"
+    )
+    assert template.render(MESSAGES) == "1/1  00007  1ab8"
+    assert template.render([]) == "none8"
+
+
+def test_many_messages_are_far_from_the_limit() -> None:
+    template = open_target(DEMO_TARGET).chat_template()
+    assert template is not None
+    began = time.thread_time()
+    assert len(template.render(MESSAGES * 20_000)) > 200_000
+    assert time.thread_time() - began < 2
