@@ -108,6 +108,38 @@ def test_openai_client(server: Server, client: Any) -> None:  # Any: OpenAI's ty
     assert [model.id for model in client.models.list()] == [whole.model]
 
 
+def test_several_answers_with_logprobs(server: Server, client: Any) -> None:
+    """Through the engine's process: whole, streamed, and the first alone."""
+    asked: dict[str, Any] = {
+        "model": "demo",
+        "messages": QUESTION,
+        "seed": 5,
+        "max_tokens": 12,
+        "logprobs": True,
+        "top_logprobs": 2,
+    }
+    whole = client.chat.completions.create(**asked, n=3)
+    alone = client.chat.completions.create(**asked)
+    assert alone.choices[0] == whole.choices[0] and alone.usage.prompt_tokens == whole.usage.prompt_tokens
+    assert len({choice.message.content for choice in whole.choices}) > 1
+    assert all(len(choice.logprobs.content) == 12 for choice in whole.choices)
+    texts, entries = ["", "", ""], list[list[Any]]([[], [], []])
+    for chunk in client.chat.completions.create(**asked, n=3, stream=True):
+        choice = chunk.choices[0]
+        texts[choice.index] += choice.delta.content or ""
+        entries[choice.index] += choice.logprobs.content if choice.logprobs else []
+    assert texts == [choice.message.content for choice in whole.choices]
+    assert entries == [choice.logprobs.content for choice in whole.choices]
+    echoed = client.completions.create(
+        model="demo", prompt="The quick brown", echo=True, logprobs=1, max_tokens=2, seed=5, n=2
+    )
+    for choice in echoed.choices:
+        assert choice.text.startswith("The quick brown") and choice.logprobs.token_logprobs[0] is None
+        ends = [*choice.logprobs.text_offset[1:], len(choice.text)]
+        pieces = [choice.text[a:b] for a, b in zip(choice.logprobs.text_offset, ends, strict=True)]
+        assert pieces == choice.logprobs.tokens
+
+
 def test_a_client_that_leaves_frees_its_lane(server: Server) -> None:
     body = {"prompt": "x = [", "max_tokens": 4000, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", server.base + "/completions", json=body, timeout=60) as response:
