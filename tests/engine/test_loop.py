@@ -63,7 +63,7 @@ def request(parts: EngineParts, name: str, prompt: tuple[int, ...], max_tokens: 
 class Run:
     """An inbox that stops the loop once it is idle, and what the loop did."""
 
-    messages: list[Message]
+    messages: list[Message | None]
     rounds: list[Round] = field(default_factory=list)
     tokens: dict[str, tuple[int, ...]] = field(default_factory=dict)
     ends: dict[str, Emission] = field(default_factory=dict)
@@ -92,7 +92,7 @@ def serve(
     parts: EngineParts, messages: list[Message], observe: Callable[[Run], None] = lambda run: None, window: float = 0.02
 ) -> Run:
     """Run the loop until everything has ended; the pool's invariants hold after every round."""
-    run = Run(list(messages))
+    run = Run([*messages])
 
     def watch(round: Round, result: RoundResult) -> None:
         parts.runner.pool.check()
@@ -458,6 +458,30 @@ def test_a_busy_engine_admits_at_the_next_round(parts: EngineParts, prompts: lis
     first = next(i for i, r in enumerate(run.rounds) if any(span.request.id == "2" for span in r.prefill))
     assert first == 3
     assert run.rounds[3].verify, "the lane that decodes goes on in the same round"
+
+
+class Patient(Run):
+    """Messages come only while the engine is idle or waits for company; None is a wait that nobody ends."""
+
+    def get(self, timeout: float | None) -> Message | None:
+        if timeout != 0.0:
+            return super().get(timeout)
+        self.waits.append(timeout)
+        return None
+
+
+@pytest.mark.parametrize(("arrivals", "waits"), [("0.12", [1, 0, 0]), ("01.23", [2, 1]), ("01.2.3", [2, 1, 0])])
+def test_an_idle_engine_waits_for_as_many_as_there_were(
+    bench: Workbench, prompts: list[tuple[int, ...]], arrivals: str, waits: list[int]
+) -> None:
+    parts = bench.parts(Case("two lanes", lanes=2, threads=1), {})
+    submissions = {name: Submit(request(parts, name, prompts[0], 3)) for name in "0123"}
+    run = Patient([submissions.get(name) for name in arrivals])
+    EngineLoop(parts.runner, parts.scheduler, run, run.hear, coalesce_seconds=0.5).run()
+    assert run.reasons() == dict.fromkeys(arrivals.replace(".", ""), "length")
+    starts = [index for index, wait in enumerate(run.waits) if wait is None]
+    busy = [run.waits[start + 1 : end] for start, end in zip(starts, starts[1:], strict=False)]
+    assert [sum(wait != 0.0 for wait in period) for period in busy] == waits
 
 
 def test_a_cancelled_request_frees_its_lane_within_a_round(bench: Workbench, prompts: list[tuple[int, ...]]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -57,6 +58,7 @@ class EngineLoop:
         self.coalesce_seconds, self.observe = coalesce_seconds, observe
         self._stopping = False
         self._unsent: list[Emission] = []
+        self._most: float = math.inf  # requests at the same time since the engine was last idle
 
     def run(self) -> None:
         """Until ``Stop``; whatever has not ended then is cancelled."""
@@ -87,16 +89,20 @@ class EngineLoop:
     # -- messages ------------------------------------------------------------------------------------------------------
 
     def _receive(self) -> list[Emission]:
-        """Handle what has come in. From idle, the first request opens a short window in which others may join it."""
+        """Handle what has come in. From idle, the first request opens a short window in which others may join it, as many as
+        there were the last time: who is alone need not wait."""
         if not self.scheduler.idle:
-            return self._drain(0.0)
+            emissions = self._drain(0.0)
+            self._most = max(self._most, len(self.scheduler.requests()))
+            return emissions
         emissions = self._handle(self.inbox.get(None))
         deadline = time.monotonic() + self.coalesce_seconds
-        while not self.scheduler.idle and not self._stopping:
+        while not self._stopping and 0 < len(self.scheduler.requests()) < self._most:
             message = self.inbox.get(max(0.0, deadline - time.monotonic()))
             if message is None:
                 break
             emissions += self._handle(message)
+        self._most = len(self.scheduler.requests()) or self._most
         return emissions
 
     def _drain(self, timeout: float) -> list[Emission]:
