@@ -15,7 +15,7 @@ from torch import Tensor
 
 from paceline.ops.sample.ref import scaled, tree_sum
 from paceline.ops.topk import top_k
-from paceline.types import TokenLogprob
+from paceline.types import MAX_LOGPROBS, TokenLogprob
 
 LOWEST = -9999.0
 """Stands for minus infinity, which JSON does not have."""
@@ -33,7 +33,8 @@ def score(logits: Tensor, tokens: Tensor, top: int) -> Tensor:
 def _score(logits: Tensor, tokens: Tensor, top: int) -> Tensor:
     weighed = scaled(logits, logits.new_ones(logits.shape[0], 1))
     rest = tree_sum(weighed.exp()).contiguous().log()[:, None]
-    ids = top_k(logits, top)[1] if top else tokens.new_empty(len(tokens), 0)
+    # one width for all, of which a GPU compiles one kernel: the first do not depend on it
+    ids = top_k(logits, min(MAX_LOGPROBS, logits.shape[1]))[1][:, :top]
     logprobs = weighed.gather(1, torch.cat((tokens[:, None], ids), dim=1)) - rest
     bits = logprobs.view(torch.int32).long()
     return torch.cat((bits[:, :1], ids, bits[:, 1:]), dim=1)

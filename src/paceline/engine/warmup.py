@@ -40,7 +40,10 @@ def _rounds(runner: Runner, lengths: list[int]) -> None:
                 break
             lanes.append(lane)
             temperature, top_k, top_p = _SAMPLING[number]
-            requests.append(Request(f"warm-up {number}", (0,) * length, temperature, top_p, top_k, 0.0, number, _ANSWER))
+            request = Request(
+                f"warm-up {number}", (0,) * length, temperature, top_p, top_k, 0.0, number, _ANSWER, logprobs=1
+            )
+            requests.append(request)
         if not lanes:
             return
         pairs = list(zip(requests, lanes, strict=True))
