@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 
 class PacelineError(Exception):
     """Base of all errors that a user may see.
 
     ``status`` is the HTTP status the server answers with, ``kind`` the ``type`` of OpenAI's error object, ``code`` its
-    ``code`` and ``param`` the request field at fault (if any).
+    ``code``, ``param`` the request field at fault (if any), and ``headers`` what the answer's headers say of it.
     """
 
     status = 500
     kind = "server_error"
     code: str | None = None
+    headers: Mapping[str, str] = {}
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -43,6 +46,7 @@ class ClientTooSlow(PacelineError):
     status = 408
     kind = "invalid_request_error"
     code = "client_too_slow"
+    headers = {"connection": "close"}
 
 
 class LoadError(PacelineError):
@@ -67,7 +71,7 @@ class LaneFailed(PacelineError):
 
 
 class QueueFull(PacelineError):
-    """As many requests run and wait as may. ``retry_after``: seconds until it is worth another try."""
+    """As many requests run and wait as may; in ``retry_after`` seconds it is worth another try."""
 
     status = 429
     kind = "rate_limit_error"
@@ -75,7 +79,7 @@ class QueueFull(PacelineError):
 
     def __init__(self, message: str, retry_after: int) -> None:
         super().__init__(message)
-        self.retry_after = retry_after
+        self.headers = {"retry-after": str(retry_after)}
 
 
 class DeadlineExceeded(PacelineError):
@@ -84,3 +88,5 @@ class DeadlineExceeded(PacelineError):
     status = 504
     kind = "timeout_error"
     code = "deadline_exceeded"
+    headers = {"x-should-retry": "false"}
+    """OpenAI's clients would ask again; but nobody waits any more for the answer."""

@@ -348,10 +348,11 @@ class EngineStats:
     """Counters since start. ``drafted`` and ``accepted`` are by draft position (index 0 is the first draft).
 
     ``decode_rounds`` counts rounds with decode rows as they were planned: ``plain`` (nobody drafts), ``drafting``, and
-    ``probe`` (somebody drafts only so that it is known whether drafting pays). ``parked`` of the ``queued`` had a lane before
-    and go on later; ``parkings`` counts by cause (``pages``, ``priority``) how often one was taken away, ``restored_tokens``
-    generated tokens that were put into state again. ``itl_out_of_reach`` counts rounds that broke the bound on the time
-    between tokens because the prompt that was waiting could not have been read otherwise.
+    ``probe`` (somebody drafts only so that it is known whether drafting pays).
+
+    ``parked`` of the ``queued`` had a lane before and go on later; ``parkings`` counts by cause (``pages``, ``priority``)
+    how often one was taken away, ``restored_tokens`` generated tokens that were put into state again. ``itl_out_of_reach``
+    counts rounds that broke the bound on the time between tokens, as a waiting prompt could not have been read otherwise.
     """
 
     queued: int = 0

@@ -78,6 +78,15 @@ def serve(
             "Smaller keeps the lanes' latency lower, larger reads prompts faster.",
         ),
     ] = DEFAULTS.prefill_tokens,
+    itl_budget_ms: Annotated[
+        float | None,
+        typer.Option(
+            "--itl-budget-ms",
+            metavar="MS",
+            help="A bound on the time between tokens: a round reads no more of prompts than fits into it.",
+            show_default="none",
+        ),
+    ] = DEFAULTS.itl_budget_ms,
     admission_coalesce_ms: Annotated[
         float,
         typer.Option(
@@ -139,6 +148,19 @@ def serve(
             help="How long a client may neither read what waits for it nor send more of a body it has begun.",
         ),
     ] = SERVER.client_timeout,
+    max_queue: Annotated[
+        int,
+        typer.Option("--max-queue", metavar="N", help="How many answers may wait for a lane; more are refused with 429."),
+    ] = SERVER.max_queue,
+    request_timeout: Annotated[
+        float | None,
+        typer.Option(
+            "--request-timeout",
+            metavar="SECONDS",
+            help="The time that a request has which gives no timeout itself.",
+            show_default="none",
+        ),
+    ] = SERVER.request_timeout,
     trace: Annotated[
         str | None,
         typer.Option("--trace", metavar="FILE", help="Add a JSON line per round to this file: lanes, widths, keeps, times."),
@@ -171,6 +193,7 @@ def serve(
         cache_type_v=cast(Any, cache_type_v),
         kv_pool_tokens=kv_pool_tokens,
         prefill_tokens=prefill_tokens,
+        itl_budget_ms=itl_budget_ms,
         admission_coalesce_ms=admission_coalesce_ms,
         cuda_graphs=cuda_graphs,
         expand_weights=expand_weights,
@@ -185,6 +208,8 @@ def serve(
         max_body_bytes=max_body_mib * 2**20,
         stream_buffer_tokens=stream_buffer_tokens,
         client_timeout=client_timeout,
+        max_queue=max_queue,
+        request_timeout=request_timeout,
     )
     start_logging(log_level.number, log_format)
     from paceline.server import run

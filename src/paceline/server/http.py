@@ -36,10 +36,10 @@ def json_response(value: dict[str, Any] | list[Any], status: int = 200, headers:
     return Response(dump(value), status, headers, media_type="application/json")
 
 
-def error_response(error: PacelineError, headers: dict[str, str] | None = None) -> Response:
+def error_response(error: PacelineError) -> Response:
     """The reply for an error, which is logged by its code: its message may quote the request."""
     event(logger, "answered with an error", status=error.status, code=error.code)
-    return json_response(error_object(error), error.status, headers)
+    return json_response(error_object(error), error.status, dict(error.headers))
 
 
 async def read_body(request: Request, options: ServerOptions) -> bytes:

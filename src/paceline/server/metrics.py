@@ -38,6 +38,12 @@ class Metrics:
             buckets=_ITL_BUCKETS,
             registry=self.registry,
         )
+        self.queue_seconds = Histogram(
+            "paceline_queue_seconds",
+            "From the arrival of a request in the engine to its first lane, or to its end if it got none",
+            buckets=_TTFT_BUCKETS,
+            registry=self.registry,
+        )
         self.registry.register(_EngineCollector(live_handle))
 
     def scrape(self) -> bytes:
@@ -65,6 +71,7 @@ class _EngineCollector(Collector):
 def _engine_metrics(stats: EngineStats) -> Iterator[Metric]:
     gauges = (
         ("queue_depth", "Requests that wait for a lane", stats.queued),
+        ("parked", "Of these, requests that had a lane before and go on later", stats.parked),
         ("lanes", "Requests that have a lane", stats.lanes),
         ("kv_pages_free", "K/V pages that no lane owns", stats.pages_free),
         ("kv_pages_total", "K/V pages", stats.pages_total),
@@ -79,12 +86,15 @@ def _engine_metrics(stats: EngineStats) -> Iterator[Metric]:
         ("rounds", "Rounds run", stats.rounds),
         ("verify_spans", "Verify spans: lanes times verify rounds", stats.verify_spans),
         ("emitted_in_verify", "Tokens emitted by verify spans", stats.emitted_in_verify),
+        ("restored_tokens", "Generated tokens put into state again after their lane was parked", stats.restored_tokens),
+        ("itl_out_of_reach_rounds", "Rounds that read a prompt although the bound did not allow it", stats.itl_out_of_reach),
     )
     for name, text, value in counters:
         yield CounterMetricFamily(f"paceline_{name}", text, value=value)
     labelled = (
         ("decode_rounds", "Rounds with decode rows, by how they were planned", "kind", stats.decode_rounds),
         ("engine_requests_finished", "Requests that left the engine", "finish_reason", stats.requests_finished),
+        ("parkings", "Lanes taken away, for want of pages or for a higher priority", "cause", stats.parkings),
     )
     for name, text, label, by_label in labelled:
         family = CounterMetricFamily(f"paceline_{name}", text, labels=[label])

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.errors import ConfigError
+from paceline.server.urgency import MAX_TIMEOUT
 
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/?#\s]+")
 
@@ -18,7 +19,8 @@ class ServerOptions:
 
     With ``api_keys`` a client must send one of them. Pages of ``cors_origins`` (``*``: of any) may use the server from a
     browser. A body may have ``max_body_bytes``. A client may leave ``stream_buffer_tokens`` of a stream unread, and may for
-    ``client_timeout`` seconds neither read what waits for it nor send more of a body that it has begun.
+    ``client_timeout`` seconds neither read what waits for it nor send more of a body that it has begun. ``max_queue``
+    answers may wait for a lane. A request without a ``timeout`` has ``request_timeout`` seconds, None: as long as it takes.
     """
 
     api_keys: tuple[str, ...] = ()
@@ -26,6 +28,8 @@ class ServerOptions:
     max_body_bytes: int = 32 * 2**20
     stream_buffer_tokens: int = 8192
     client_timeout: float = 60.0
+    max_queue: int = 256
+    request_timeout: float | None = None
 
     def __post_init__(self) -> None:
         if not all(key and key == key.strip() for key in self.api_keys):
@@ -38,6 +42,13 @@ class ServerOptions:
         for name in ("max_body_bytes", "stream_buffer_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}", param=name)
+        if self.max_queue < 0:
+            raise ConfigError(f"max_queue must be at least 0, got {self.max_queue}", param="max_queue")
+        if self.request_timeout is not None and not 0 < self.request_timeout <= MAX_TIMEOUT:
+            raise ConfigError(
+                f"request_timeout must lie in (0, {MAX_TIMEOUT:g}] seconds, got {self.request_timeout:g}",
+                param="request_timeout",
+            )
         if not 0.05 <= self.client_timeout <= 86_400:
             raise ConfigError(
                 f"client_timeout must lie in [0.05, 86400] seconds, got {self.client_timeout:g}", param="client_timeout"
