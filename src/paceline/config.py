@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
 
@@ -218,3 +219,11 @@ DEMO_DRAFTER = DEMO_DIR / "paceline-demo-DFlash2-Q8_0.gguf"
 def api_key_from_environment() -> str | None:
     """``PACELINE_API_KEY``: the key clients must send, when ``--api-key`` is not given."""
     return os.environ.get("PACELINE_API_KEY") or None
+
+
+def build_name() -> str:
+    """The program and its version."""
+    try:
+        return f"paceline {version('paceline')}"
+    except PackageNotFoundError:
+        return "paceline (run from source, not installed)"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +13,7 @@ import uvicorn
 from paceline.errors import EngineDead, InvalidRequest
 from paceline.server.app import create_app
 from paceline.server.options import ServerOptions
+from paceline.server.run import listen
 from paceline.server.service import Backend, Service
 from paceline.types import Emission, EngineInfo, EngineStats, Request
 
@@ -77,6 +77,7 @@ class ScriptedEngine:
         def speak() -> None:
             for emission in script(request):
                 if request.id in self.cancelled:
+                    sink(Emission(request.id, (), "cancelled"))
                     return
                 sink(emission)
 
@@ -114,7 +115,7 @@ class ByteTokenizer:
 class PlainTemplate:
     """One line per message; what the template was given is kept for the tests to look at."""
 
-    source = "{% for message in messages %}…"
+    source = "{% for message in messages %}… {{ tools }} <tool_call> …"
 
     def __init__(self) -> None:
         self.calls: list[dict[str, Any]] = []
@@ -148,7 +149,7 @@ def running(*, loaded: bool = True, **options: Any) -> Iterator[Running]:
     engine, template, service = ScriptedEngine(), PlainTemplate(), Service(ServerOptions(**options))
     if loaded:
         service.attach(Backend(engine, ByteTokenizer(), template))
-    listener = socket.create_server(("127.0.0.1", 0))
+    listener = listen("127.0.0.1", 0, service.options.client_timeout)
     config = uvicorn.Config(create_app(service), lifespan="off", log_level="critical", access_log=False)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import sys
-from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated
 
 import typer
@@ -18,6 +17,7 @@ from paceline.cli.generate import generate
 from paceline.cli.inspect import inspect
 from paceline.cli.selfcheck import selfcheck
 from paceline.cli.serve import serve
+from paceline.config import build_name
 from paceline.errors import PacelineError
 
 FAILED = 1
@@ -27,10 +27,7 @@ INTERRUPTED = 130
 
 def _version(wanted: bool) -> None:
     if wanted:
-        try:
-            print(f"paceline {version('paceline')}")
-        except PackageNotFoundError:
-            print("paceline (run from source, not installed)")
+        print(build_name())
         raise typer.Exit
 
 

@@ -43,7 +43,7 @@ def serve(
     """
     options = options or ServerOptions()
     try:
-        listener = _listen(host, port, options.client_timeout)
+        listener = listen(host, port, options.client_timeout)
     except (OSError, OverflowError, UnicodeError) as error:  # no such port, no such name
         return _fail(f"cannot listen on {host}:{port}: {getattr(error, 'strerror', None) or error}")
     service = Service(options)
@@ -121,13 +121,14 @@ def _load(load: Callable[[], Backend], server: _Server) -> Backend | None:
     return None
 
 
-def _listen(host: str, port: int, client_timeout: float) -> socket.socket:
+def listen(host: str, port: int, client_timeout: float) -> socket.socket:
+    """A socket that listens. A connection whose client takes nothing for twice ``client_timeout`` seconds is closed."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0]
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         # Connections inherit both. What a client does not read is to wait in the server, which counts it, and not in
-        # megabytes of the kernel's; and a connection of which nothing is read for long is given up, whatever it carries.
+        # megabytes of the kernel's.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         if sys.platform == "linux":
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(2000 * client_timeout))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from importlib.metadata import version
 from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from paceline.config import build_name
 from paceline.server.http import json_response, read_body
 from paceline.server.protocol import parse_chat, parse_detokenize, parse_json, parse_tokenize
 from paceline.server.replies import printable
@@ -93,5 +93,5 @@ def _props(backend: Backend) -> dict[str, Any]:
         "modalities": {"vision": False, "audio": False},
         "arithmetic": info.arithmetic,
         "system_fingerprint": info.fingerprint,
-        "build_info": f"paceline {version('paceline')}",
+        "build_info": build_name(),
     }
