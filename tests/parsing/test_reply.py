@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -272,7 +273,7 @@ values = st.dictionaries(
     st.from_regex("[a-z]{1,8}", fullmatch=True),
     st.lists(st.sampled_from(PIECES) | st.text(max_size=4), max_size=5)
     .map("".join)
-    .filter(lambda value: "</parameter>" not in value),
+    .filter(lambda value: "</parameter>" not in value and not re.search(r"</tool_call>\s*<tool_call>", value)),
     max_size=4,
 )
 

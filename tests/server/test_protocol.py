@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from paceline.errors import InvalidRequest
+from paceline.parsing import Tools
 from paceline.server.protocol import (
     CHAT_FIELDS,
     COMPLETION_FIELDS,
@@ -114,7 +115,19 @@ def test_sampling_fields_arrive() -> None:
         ({"logprobs": True, "top_logprobs": True}, "top_logprobs"),
         ({"tools": {}}, "tools"),
         ({"tools": [{"type": "retrieval"}]}, "tools[0]"),
-        ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice"),
+        ({"tools": [TOOL, TOOL]}, "tools"),
+        ({"tools": [TOOL] * 129}, "tools"),
+        ({"tools": [{"type": "function", "function": {"name": "two words"}}]}, "tools[0].function.name"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]}, "tools[0].function.strict"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": 3}}]}, "tools[0].function.parameters"),
+        ({"tools": [TOOL], "tool_choice": "sometimes"}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [TOOL], "parallel_tool_calls": 1}, "parallel_tool_calls"),
+        ({"reasoning_effort": "much"}, "reasoning_effort"),
+        ({"thinking_budget": -1}, "thinking_budget"),
+        ({"thinking_token_budget": True}, "thinking_token_budget"),
+        ({"thinking_budget": 1, "thinking_token_budget": 2}, "thinking_token_budget"),
         ({"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice"),
         ({"chat_template_kwargs": []}, "chat_template_kwargs"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
@@ -192,9 +205,17 @@ def test_messages_must_be_a_non_empty_list(messages: Any) -> None:
 
 
 def test_tool_choice_none_shows_no_tools() -> None:
-    assert parse_chat(chat(tools=[TOOL])).tools == [TOOL]
-    assert parse_chat(chat(tools=[TOOL], tool_choice="auto")).tools == [TOOL]
+    assert parse_chat(chat(tools=[TOOL])).tools == Tools((TOOL,))
+    assert parse_chat(chat(tools=[TOOL], tool_choice="auto")).tools == Tools((TOOL,))
     assert parse_chat(chat(tools=[TOOL], tool_choice="none")).tools is None
+
+
+def test_thinking_is_the_templates_and_the_budgets_matter() -> None:
+    asked = parse_chat(chat(reasoning_effort="none", thinking_budget=0))
+    assert asked.template_kwargs == {"reasoning_effort": "none", "enable_thinking": False}
+    assert asked.thinking_budget == 0
+    asked = parse_chat(chat(reasoning_effort="low", thinking_token_budget=9, chat_template_kwargs={"reasoning_effort": "x"}))
+    assert (asked.template_kwargs, asked.thinking_budget) == ({"reasoning_effort": "x"}, 9)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """What a model's text says: thoughts, content and tool calls, piece by piece. Pure: text in, events out."""
 
-from paceline.parsing.events import ArgumentsText, CallBegin, ContentText, Event, Message, ThoughtText
+from paceline.parsing.events import ArgumentsText, CallBegin, ContentText, Event, Message, ThoughtText, joined
 from paceline.parsing.reply import ReplyParser
 from paceline.parsing.tools import CallFormat, Tools, check_tools, format_of, opening_of
 
@@ -16,5 +16,6 @@ __all__ = [
     "Tools",
     "check_tools",
     "format_of",
+    "joined",
     "opening_of",
 ]

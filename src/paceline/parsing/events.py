@@ -39,6 +39,23 @@ class ArgumentsText:
 Event = ContentText | ThoughtText | CallBegin | ArgumentsText
 
 
+def joined(events: Iterable[Event]) -> list[Event]:
+    """The same with pieces that belong together in one."""
+    out: list[Event] = []
+    for event in events:
+        last = out[-1] if out else None
+        match last, event:
+            case (ContentText(before), ContentText(text)):
+                out[-1] = ContentText(before + text)
+            case (ThoughtText(before), ThoughtText(text)):
+                out[-1] = ThoughtText(before + text)
+            case (ArgumentsText(index, before), ArgumentsText(_, text)):
+                out[-1] = ArgumentsText(index, before + text)
+            case _:
+                out.append(event)
+    return out
+
+
 @dataclass(slots=True)
 class Message:
     """A reply put together. ``calls`` are (name, arguments as JSON text)."""

@@ -15,6 +15,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from paceline.errors import InvalidRequest, LaneFailed, PacelineError
+from paceline.parsing import Event
 from paceline.server.aligned import ScoredToken
 from paceline.server.http import EveryRequest, KeyCheck, error_response, json_response, read_body
 from paceline.server.protocol import (
@@ -137,15 +138,22 @@ async def _respond(
 async def _whole(generation: Generation, reply: Reply) -> dict[str, Any]:
     texts: list[list[str]] = [[] for _ in range(generation.choices)]
     logprobs: list[list[ScoredToken]] = [[] for _ in range(generation.choices)]
+    events: list[list[Event]] = [[] for _ in range(generation.choices)]
     choices: dict[int, Choice] = {}
     async for delta in generation.deltas():
         texts[delta.index].append(delta.text)
+        events[delta.index].extend(delta.events)
         logprobs[delta.index].extend(delta.logprobs)
         if delta.finish_reason is not None:
             scores = logprobs[delta.index] if generation.scored else None
-            choices[delta.index] = Choice("".join(texts[delta.index]), delta.finish_reason, scores)
+            text = "".join(texts[delta.index])
+            choices[delta.index] = Choice(text, delta.finish_reason, scores, events[delta.index])
     ordered = [choices[index] for index in range(generation.choices)]
-    return reply.final(ordered, usage(generation.prompt_tokens, generation.completion_tokens))
+    return reply.final(ordered, _usage(generation))
+
+
+def _usage(generation: Generation) -> dict[str, Any]:
+    return usage(generation.prompt_tokens, generation.completion_tokens, generation.thought_tokens)
 
 
 async def _events(generation: Generation, reply: Reply, include_usage: bool) -> AsyncGenerator[bytes, None]:
@@ -156,12 +164,12 @@ async def _events(generation: Generation, reply: Reply, include_usage: bool) -> 
         for chunk in reply.opening(generation.choices):
             yield event(chunk | no_usage)
         async for delta in generation.deltas():
-            if delta.text or delta.logprobs:
-                yield event(reply.chunk(delta.index, delta.text, None, delta.logprobs) | no_usage)
+            for chunk in reply.chunks(delta.index, delta.text, delta.events, delta.logprobs):
+                yield event(chunk | no_usage)
             if delta.finish_reason is not None:
-                yield event(reply.chunk(delta.index, "", delta.finish_reason) | no_usage)
+                yield event(reply.end(delta.index, delta.finish_reason) | no_usage)
         if include_usage:
-            yield event(reply.usage_chunk(usage(generation.prompt_tokens, generation.completion_tokens)))
+            yield event(reply.usage_chunk(_usage(generation)))
         yield DONE
     except PacelineError as error:
         yield event(error_object(error))

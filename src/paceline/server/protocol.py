@@ -15,6 +15,8 @@ from typing import Any
 
 from paceline.errors import InvalidRequest, PacelineError
 from paceline.messages import TYPE_NAMES, check_messages, json_type
+from paceline.parsing import Tools, check_tools
+from paceline.server.urgency import Urgency
 from paceline.types import MAX_CHOICES, SamplingParams
 
 MAX_STOP_STRINGS = 16
@@ -24,6 +26,7 @@ MAX_STOP_TOKENS = 1024
 """Token ids in ``stop_token_ids``."""
 MAX_TOKEN_IDS = 1024
 """Token ids in ``logit_bias``, ``banned_token_ids`` and ``allowed_token_ids``."""
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 MAX_PROMPTS = 128
 """Prompts in one /v1/completions request."""
 
@@ -112,7 +115,8 @@ _SHARED: dict[str, FieldRule] = {
     "spaces_between_special_tokens": Only((True,)),
     "return_token_ids": Only((False,)),
     "return_tokens_as_token_ids": Only((False,)),
-    "priority": Only((0,)),
+    "priority": SUPPORTED,
+    "timeout": SUPPORTED,
 }
 CHAT_FIELDS: dict[str, FieldRule] = _SHARED | {
     "messages": SUPPORTED,
@@ -120,7 +124,10 @@ CHAT_FIELDS: dict[str, FieldRule] = _SHARED | {
     "tools": SUPPORTED,
     "tool_choice": SUPPORTED,
     "chat_template_kwargs": SUPPORTED,
-    "parallel_tool_calls": Only((True,)),
+    "parallel_tool_calls": SUPPORTED,
+    "reasoning_effort": SUPPORTED,
+    "thinking_budget": SUPPORTED,
+    "thinking_token_budget": SUPPORTED,
     "functions": Only(([],)),
     "function_call": Only(("none", "auto")),
     "logprobs": SUPPORTED,
@@ -157,14 +164,18 @@ _STREAM_OPTIONS: dict[str, FieldRule] = {
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """A checked body of /v1/chat/completions. ``messages`` are ready for the template: text content, known roles."""
+    """A checked body of /v1/chat/completions. ``messages`` are ready for the template: text content, known roles. A thought
+    may have ``thinking_budget`` tokens, None for any number. ``reasoning_effort`` is also among ``template_kwargs``."""
 
     messages: list[dict[str, Any]]
-    tools: list[dict[str, Any]] | None
+    tools: Tools | None
     template_kwargs: dict[str, Any]
     sampling: SamplingParams
     stream: bool
     include_usage: bool
+    thinking_budget: int | None = None
+    reasoning_effort: str | None = None
+    urgency: Urgency = Urgency()
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +188,7 @@ class CompletionRequest:
     stream: bool
     include_usage: bool
     echo: bool = False
+    urgency: Urgency = Urgency()
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,11 +220,14 @@ def parse_chat(body: Mapping[str, Any]) -> ChatRequest:
     stream, include_usage = _streaming(body)
     return ChatRequest(
         messages=check_messages(body.get("messages")),
-        tools=_tools(body),
+        tools=check_tools(body.get("tools"), body.get("tool_choice"), body.get("parallel_tool_calls")),
         template_kwargs=_template_kwargs(body),
         sampling=replace(_sampling(body), logprobs=_chat_logprobs(body)),
         stream=stream,
         include_usage=include_usage,
+        thinking_budget=_thinking_budget(body),
+        reasoning_effort=_reasoning_effort(body),
+        urgency=Urgency.of(body),
     )
 
 
@@ -230,7 +245,7 @@ def parse_completion(body: Mapping[str, Any]) -> CompletionRequest:
         )
     if echo:
         sampling = replace(sampling, prompt_logprobs=sampling.logprobs)
-    return CompletionRequest(prompts, sampling, stream, include_usage, echo)
+    return CompletionRequest(prompts, sampling, stream, include_usage, echo, Urgency.of(body))
 
 
 def parse_tokenize(body: Mapping[str, Any]) -> TokenizeRequest:
@@ -379,32 +394,42 @@ def _streaming(body: Mapping[str, Any]) -> tuple[bool, bool]:
     return stream, _flag(options, "include_usage", prefix="stream_options.")
 
 
-def _tools(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    """The tools the template shows. ``tool_choice`` "none" shows none, so that the model cannot call one."""
-    tools = _expect(list, body, "tools") or []
-    for index, tool in enumerate(tools):
-        function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise InvalidRequest(
-                f'tools[{index}] must be of type "function" and hold a function with a name', param=f"tools[{index}]"
-            )
-    choice = body.get("tool_choice")
-    if choice not in (None, "none", "auto"):
-        raise InvalidRequest(
-            f'tool_choice {choice!r} is not supported: it may be "none" or "auto"',
-            param="tool_choice",
-            code="unsupported_parameter",
-        )
-    return tools if tools and choice != "none" else None
-
-
 def _template_kwargs(body: Mapping[str, Any]) -> dict[str, Any]:
-    kwargs = _expect(dict, body, "chat_template_kwargs") or {}
+    """The template's variables; ``reasoning_effort`` is one, and "none" also switches thinking off."""
+    kwargs = dict(_expect(dict, body, "chat_template_kwargs") or {})
     for name in ("messages", "tools", "add_generation_prompt"):
         if name in kwargs:
             where = f"chat_template_kwargs.{name}"
             raise InvalidRequest(f"{where} is set by the server", param=where)
+    effort = _reasoning_effort(body)
+    if effort is not None:
+        kwargs.setdefault("reasoning_effort", effort)
+    if effort == "none":
+        kwargs.setdefault("enable_thinking", False)
     return kwargs
+
+
+def _reasoning_effort(body: Mapping[str, Any]) -> str | None:
+    effort = _expect(str, body, "reasoning_effort")
+    if effort is not None and effort not in EFFORTS:
+        raise InvalidRequest(
+            f"reasoning_effort must be one of {', '.join(EFFORTS)}, got {effort!r}", param="reasoning_effort"
+        )
+    return effort
+
+
+def _thinking_budget(body: Mapping[str, Any]) -> int | None:
+    """vLLM calls it ``thinking_token_budget``."""
+    given = [(name, body[name]) for name in ("thinking_budget", "thinking_token_budget") if body.get(name) is not None]
+    for name, budget in given:
+        if type(budget) is not int or budget < 0:
+            raise InvalidRequest(f"{name} must be a number of tokens from 0, got {budget!r}", param=name)
+    if len(given) == 2 and given[0][1] != given[1][1]:
+        raise InvalidRequest(
+            f"thinking_budget is {given[0][1]} and thinking_token_budget is {given[1][1]}; they mean the same",
+            param="thinking_token_budget",
+        )
+    return given[0][1] if given else None
 
 
 def _prompts(value: object) -> list[str | tuple[int, ...]]:

@@ -8,7 +8,8 @@ from collections.abc import Iterable
 
 from paceline.errors import PacelineError
 from paceline.logs import event, request_id
-from paceline.types import Emission, FinishReason, RequestStats, SamplingParams
+from paceline.server.replies import ReplyReason
+from paceline.types import Emission, RequestStats, SamplingParams
 
 logger = logging.getLogger("paceline.server")
 
@@ -21,7 +22,7 @@ class RequestRecord:
         self._endpoint, self._arrived = endpoint, arrived
         self._id = request_id.get()
         self._choices = 0
-        self._reasons: dict[int, FinishReason] = {}
+        self._reasons: dict[int, ReplyReason] = {}
         self._left: dict[int, RequestStats | None] = {}
         self._prompt_tokens = 0
 
@@ -43,7 +44,7 @@ class RequestRecord:
         """The client is told this error."""
         self.error = self.error or error
 
-    def ended(self, index: int, reason: FinishReason) -> None:
+    def ended(self, index: int, reason: ReplyReason) -> None:
         """What a choice ended with for the client."""
         self._reasons[index] = reason
         self._finish()

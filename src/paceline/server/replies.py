@@ -7,11 +7,15 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from paceline.errors import PacelineError
+from paceline.parsing import ArgumentsText, CallBegin, ContentText, Event, Message, ThoughtText
 from paceline.server.aligned import ScoredToken
 from paceline.types import EngineInfo, FinishReason
+
+ReplyReason = FinishReason | Literal["tool_calls"]
+"""Why a choice ended; with a tool call, ``tool_calls`` takes the place of ``stop``."""
 
 MAX_ERROR_LENGTH = 1000
 """Characters of an error message that are sent: a message may quote a value, and a value may be megabytes long."""
@@ -19,11 +23,12 @@ MAX_ERROR_LENGTH = 1000
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One finished choice; ``logprobs`` is None where nobody asked for them."""
+    """One finished choice; ``logprobs`` is None where nobody asked for them. ``events``: what a chat's text says."""
 
     text: str
-    finish_reason: FinishReason
+    finish_reason: ReplyReason
     logprobs: Sequence[ScoredToken] | None = None
+    events: Sequence[Event] = ()
 
 
 class Reply:
@@ -41,7 +46,7 @@ class Reply:
             "system_fingerprint": info.fingerprint,
         }
 
-    def final(self, choices: Sequence[Choice], usage: dict[str, int]) -> dict[str, Any]:
+    def final(self, choices: Sequence[Choice], usage: dict[str, Any]) -> dict[str, Any]:
         """The one object of a reply that is not streamed."""
         return self._head | {
             "object": self.whole,
@@ -52,13 +57,24 @@ class Reply:
             "usage": usage,
         }
 
-    def chunk(
-        self, index: int, text: str, finish_reason: FinishReason | None, logprobs: Sequence[ScoredToken] = ()
-    ) -> dict[str, Any]:
-        """One chunk of a stream: more text of a choice with the logprobs of its tokens, or its end."""
-        return self._chunk([self._delta(index, text, finish_reason) | {"logprobs": self._logprobs(logprobs or None)}])
+    def chunks(
+        self, index: int, text: str, events: Sequence[Event], logprobs: Sequence[ScoredToken]
+    ) -> list[dict[str, Any]]:
+        """More of a choice as chunks of a stream: its text or, of a chat, what that says; the first carries the logprobs."""
+        deltas = self._deltas(text, events) or ([self._delta_of_text("")] if logprobs else [])
+        return [self._part(index, delta, None, logprobs if number == 0 else ()) for number, delta in enumerate(deltas)]
 
-    def usage_chunk(self, usage: dict[str, int]) -> dict[str, Any]:
+    def end(self, index: int, finish_reason: ReplyReason) -> dict[str, Any]:
+        """The last chunk of a choice."""
+        return self._part(index, self._delta_of_text(""), finish_reason)
+
+    def _part(
+        self, index: int, delta: dict[str, Any], finish_reason: ReplyReason | None, logprobs: Sequence[ScoredToken] = ()
+    ) -> dict[str, Any]:
+        rest = {"logprobs": self._logprobs(logprobs or None), "finish_reason": finish_reason}
+        return self._chunk([{"index": index} | delta | rest])
+
+    def usage_chunk(self, usage: dict[str, Any]) -> dict[str, Any]:
         """The last chunk of a stream whose client asked for usage: no choices."""
         return self._chunk([]) | {"usage": usage}
 
@@ -72,7 +88,10 @@ class Reply:
     def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
         raise NotImplementedError
 
-    def _delta(self, index: int, text: str, finish_reason: FinishReason | None) -> dict[str, Any]:
+    def _deltas(self, text: str, events: Sequence[Event]) -> list[dict[str, Any]]:
+        return [self._delta_of_text(text)] if text else []
+
+    def _delta_of_text(self, text: str) -> dict[str, Any]:
         raise NotImplementedError
 
     def _logprobs(self, tokens: Sequence[ScoredToken] | None) -> dict[str, Any] | None:
@@ -92,12 +111,19 @@ class ChatReply(Reply):
         ]
 
     def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
-        message = {"role": "assistant", "content": choice.text}
+        said = Message.of(choice.events)
+        message: dict[str, Any] = {"role": "assistant", "content": said.content or (None if said.calls else "")}
+        if said.thought:
+            message["reasoning_content"] = said.thought
+        if said.calls:
+            message["tool_calls"] = [_call(name, arguments) for name, arguments in said.calls]
         return {"index": index, "message": message, "finish_reason": choice.finish_reason}
 
-    def _delta(self, index: int, text: str, finish_reason: FinishReason | None) -> dict[str, Any]:
-        delta = {"content": text} if text else {}
-        return {"index": index, "delta": delta, "finish_reason": finish_reason}
+    def _deltas(self, text: str, events: Sequence[Event]) -> list[dict[str, Any]]:
+        return [{"delta": _delta_of(event)} for event in events]
+
+    def _delta_of_text(self, text: str) -> dict[str, Any]:
+        return {"delta": {"content": text} if text else {}}
 
     def _logprobs(self, tokens: Sequence[ScoredToken] | None) -> dict[str, Any] | None:
         if tokens is None:
@@ -114,10 +140,10 @@ class CompletionReply(Reply):
     whole = part = "text_completion"
 
     def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
-        return self._delta(index, choice.text, choice.finish_reason)
+        return {"index": index, "text": choice.text, "finish_reason": choice.finish_reason}
 
-    def _delta(self, index: int, text: str, finish_reason: FinishReason | None) -> dict[str, Any]:
-        return {"index": index, "text": text, "finish_reason": finish_reason}
+    def _delta_of_text(self, text: str) -> dict[str, Any]:
+        return {"text": text}
 
     def _logprobs(self, tokens: Sequence[ScoredToken] | None) -> dict[str, Any] | None:
         if tokens is None:
@@ -128,6 +154,24 @@ class CompletionReply(Reply):
             "top_logprobs": [_likeliest(token) for token in tokens],
             "text_offset": [token.offset for token in tokens],
         }
+
+
+def _delta_of(event: Event) -> dict[str, Any]:
+    match event:
+        case ContentText(text):
+            return {"content": text}
+        case ThoughtText(text):
+            return {"reasoning_content": text}
+        case CallBegin(index, name):
+            return {"tool_calls": [{"index": index} | _call(name, "")]}
+        case ArgumentsText(index, text):
+            return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
+
+
+def _call(name: str, arguments: str) -> dict[str, Any]:
+    """A tool call with an id of its own."""
+    function = {"name": name, "arguments": arguments}
+    return {"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function}
 
 
 def _token(token: bytes, logprob: float | None) -> dict[str, Any]:
@@ -149,12 +193,13 @@ def _likeliest(token: ScoredToken) -> dict[str, float] | None:
     return {_name(other): logprob for other, logprob in (*token.top, (token.token, token.logprob))}
 
 
-def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
-    return {
+def usage(prompt_tokens: int, completion_tokens: int, thought_tokens: int = 0) -> dict[str, Any]:
+    counts: dict[str, Any] = {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
     }
+    return counts | ({"completion_tokens_details": {"reasoning_tokens": thought_tokens}} if thought_tokens else {})
 
 
 def error_object(error: PacelineError) -> dict[str, Any]:

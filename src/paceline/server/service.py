@@ -11,18 +11,22 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn, ParamSpec, Protocol, TypeVar
 
-from paceline.errors import EngineDead, InvalidRequest, LaneFailed, PacelineError
+from paceline.errors import DeadlineExceeded, EngineDead, InvalidRequest, LaneFailed, PacelineError
+from paceline.parsing import Event
 from paceline.server.aligned import AlignedLogprobs, Echo, ScoredToken, check_prompt_logprobs
+from paceline.server.answer import AnswerPlan, AnswerStream
 from paceline.server.metrics import Metrics
 from paceline.server.options import ServerOptions
 from paceline.server.protocol import ChatRequest, CompletionRequest, NotReady
 from paceline.server.record import RequestRecord
+from paceline.server.replies import ReplyReason
 from paceline.server.unread import Unread
+from paceline.server.urgency import Places, Urgency
 from paceline.text import TextStream
-from paceline.types import Emission, EngineHandle, EngineInfo, FinishReason, Request, SamplingParams
+from paceline.types import Emission, EngineHandle, EngineInfo, Request, SamplingParams
 
 INLINE_BYTES = 8192
 """Requests up to this size are read and tokenised on the event loop (a few milliseconds); longer ones in a worker
@@ -78,13 +82,14 @@ class Backend:
 @dataclass(frozen=True, slots=True)
 class Delta:
     """More of one choice: text to show, the number of tokens behind it, why it ended if it did, and the logprobs of the
-    tokens of which this is the text, where they are asked for."""
+    tokens of which this is the text, where they are asked for. ``events``: what a chat's text says."""
 
     index: int
     text: str
     tokens: int
-    finish_reason: FinishReason | None
+    finish_reason: ReplyReason | None
     logprobs: tuple[ScoredToken, ...] = ()
+    events: tuple[Event, ...] = ()
 
 
 class Generation:
@@ -120,6 +125,21 @@ class Generation:
     @property
     def choices(self) -> int:
         return len(self._streams)
+
+    @property
+    def live(self) -> int:
+        """Choices that have not ended."""
+        return len(self._live)
+
+    @property
+    def age(self) -> float:
+        """Seconds since the request arrived."""
+        return time.monotonic() - self._arrived
+
+    @property
+    def thought_tokens(self) -> int:
+        """Of the tokens generated, those in thoughts."""
+        return sum(stream.thought_tokens for stream in self._streams if isinstance(stream, AnswerStream))
 
     @property
     def scored(self) -> bool:
@@ -169,6 +189,8 @@ class Generation:
         """Take in what the engine emits. Once the client has been too slow, its lanes end, and what comes is dropped."""
         if emission.finish_reason is not None:
             self._record.left_engine(index, emission)
+        if emission.stats is not None:
+            self._metrics.queue_seconds.observe(emission.stats.queue_seconds)
         if self._too_slow:
             return
         self._events.put_nowait((index, emission))
@@ -191,26 +213,31 @@ class Generation:
         stream = self._streams[index]
         piece = stream.push(emission.tokens)
         self._observe(index, len(piece.tokens))
-        text, reason = piece.text, emission.finish_reason
+        text = piece.text
+        reason: ReplyReason | None = emission.finish_reason
         if piece.stopped:
             if reason is None:
                 self._handle.cancel(self._live[index])
             reason = "stop"
-        elif reason in ("error", "cancelled"):
+        elif reason in ("error", "cancelled", "timeout"):
             # Nobody on this side cancelled it, so a request that was cancelled failed too.
             failure = self._failure(emission)
             self._record.failed(failure)
-            self._end(index, "error")
+            self._end(index, "timeout" if reason == "timeout" else "error")
             raise failure
         elif reason is not None:
             text += stream.finish()
+        events: tuple[Event, ...] = ()
+        if isinstance(stream, AnswerStream):
+            events = stream.events(ended=reason is not None)
+            reason = "tool_calls" if reason == "stop" and stream.calls else reason
         if reason is not None:
             self._end(index, reason)
         text, logprobs = self._with_prompt(index, emission, text, self._aligned(index, piece.tokens, emission, reason))
-        return Delta(index, text, len(piece.tokens), reason, logprobs)
+        return Delta(index, text, len(piece.tokens), reason, logprobs, events)
 
     def _aligned(
-        self, index: int, tokens: tuple[int, ...], emission: Emission, reason: FinishReason | None
+        self, index: int, tokens: tuple[int, ...], emission: Emission, reason: ReplyReason | None
     ) -> tuple[ScoredToken, ...]:
         """Logprobs of the tokens whose text is shown now; at the end of the rest."""
         scores = self._scores[index]
@@ -232,6 +259,8 @@ class Generation:
 
     def _failure(self, emission: Emission) -> PacelineError:
         message = emission.error or "the engine cancelled the request"
+        if emission.finish_reason == "timeout":
+            return DeadlineExceeded(message)
         return LaneFailed(message) if self._handle.alive() else EngineDead(message)
 
     def _observe(self, index: int, tokens: int) -> None:
@@ -247,7 +276,7 @@ class Generation:
         self._last_seen[index] = now
         self.completion_tokens += tokens
 
-    def _end(self, index: int, reason: FinishReason) -> None:
+    def _end(self, index: int, reason: ReplyReason) -> None:
         del self._live[index]
         self._metrics.generations.labels(self._endpoint, reason).inc()
         self._record.ended(index, reason)
@@ -261,6 +290,7 @@ class Service:
         self.backend: Backend | None = None
         self.metrics = Metrics(self._live_handle)
         self._generations: set[Generation] = set()
+        self._places = Places(self.options.max_queue)
         self._closing: PacelineError | None = None
         self._closed = asyncio.Event()
         self._worker = ThreadPoolExecutor(2, thread_name_prefix="tokenize", initializer=_lower_priority)
@@ -291,8 +321,8 @@ class Service:
     async def chat(self, request: ChatRequest, size: int, arrived: float) -> Generation:
         """Start the answer to a chat. ``size`` is that of the body in bytes, ``arrived`` monotonic seconds."""
         backend = self.ready()
-        prompt = await self.work(size, _chat_prompt, backend, request)
-        return self._start("chat", [prompt], request.sampling, arrived)
+        prompt, plan = await self.work(size, _chat_prompt, backend, request)
+        return self._start("chat", [prompt], request.sampling, request.urgency, arrived, plan=plan)
 
     async def complete(self, request: CompletionRequest, size: int, arrived: float) -> Generation:
         """Start ``n`` choices for each prompt, one prompt after another. ``size`` and ``arrived`` as for ``chat``."""
@@ -300,7 +330,7 @@ class Service:
         prompts = await self.work(size, _completion_prompts, backend, request)
         check_prompt_logprobs(prompts, request.sampling)
         echoes = await self.work(size, _echoes, backend, prompts) if request.echo else None
-        return self._start("completions", prompts, request.sampling, arrived, echoes)
+        return self._start("completions", prompts, request.sampling, request.urgency, arrived, echoes)
 
     def abort_all(self, error: PacelineError) -> None:
         """End every running generation with this error, and answer later requests with it."""
@@ -318,26 +348,37 @@ class Service:
     def close(self, generation: Generation) -> None:
         """The end of every generation, whatever became of it. Idempotent."""
         generation.close()
-        self._generations.discard(generation)
+        if generation in self._generations:
+            self._generations.remove(generation)
+            self._places.ended(generation.age)
 
     def _start(
         self,
         endpoint: str,
         prompts: Sequence[tuple[int, ...]],
         sampling: SamplingParams,
+        urgency: Urgency,
         arrived: float,
-        echoes: Sequence[Echo] | None = None,
+        echoes: Sequence[Echo | None] | None = None,
+        plan: AnswerPlan | None = None,
     ) -> Generation:
         backend = self.ready()
+        live = sum(generation.live for generation in self._generations)
+        self._places.check(len(prompts) * sampling.n, live, backend.handle.info.max_concurrency)
         token_bytes = backend.tokenizer.token_bytes
         generation = Generation(backend.handle, self.metrics, endpoint, arrived, token_bytes, self.options)
         try:
             for prompt, echo in zip(prompts, echoes or [None] * len(prompts), strict=True):
-                for request in Request.choices(prompt, sampling, backend.handle.info):
+                for choice in Request.choices(prompt, sampling, backend.handle.info):
+                    request = urgency.urging(choice, arrived, self.options.request_timeout)
                     skip = request.stop_ids | frozenset(backend.tokenizer.special_ids)
                     aligned = request.logprobs is not None
-                    stream = TextStream(token_bytes, skip=skip, stop=sampling.stop, align=aligned)
-                    generation.submit(request, stream, echo)
+                    if plan is None:
+                        stream = TextStream(token_bytes, skip=skip, stop=sampling.stop, align=aligned)
+                        generation.submit(request, stream, echo)
+                        continue
+                    answer = AnswerStream(token_bytes, plan.parser(), skip=skip, stop=sampling.stop, align=aligned)
+                    generation.submit(replace(request, forcing=plan.forcing), answer)
         except BaseException:
             generation.close()
             raise
@@ -353,13 +394,15 @@ def chat_text(backend: Backend, request: ChatRequest) -> str:
     """The text that the model reads of a chat."""
     if backend.template is None:
         raise InvalidRequest(f"{backend.handle.info.model_name} has no chat template; use /v1/completions")
-    return backend.template.render(
-        request.messages, tools=request.tools, add_generation_prompt=True, **request.template_kwargs
-    )
+    tools = [dict(tool) for tool in request.tools.definitions] if request.tools else None
+    return backend.template.render(request.messages, tools=tools, add_generation_prompt=True, **request.template_kwargs)
 
 
-def _chat_prompt(backend: Backend, request: ChatRequest) -> tuple[int, ...]:
-    return _encode(backend, chat_text(backend, request), "messages")
+def _chat_prompt(backend: Backend, request: ChatRequest) -> tuple[tuple[int, ...], AnswerPlan]:
+    text = chat_text(backend, request)
+    assert backend.template is not None, "chat_text refuses a chat without a template"
+    plan = AnswerPlan.of(request, text, backend.template.source, backend.tokenizer.encode)
+    return _encode(backend, text, "messages"), plan
 
 
 def _completion_prompts(backend: Backend, request: CompletionRequest) -> list[tuple[int, ...]]:
