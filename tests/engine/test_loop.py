@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -330,11 +331,16 @@ def test_a_failed_round_leaves_no_tensors(
     parts.scheduler.cancel("0")
 
 
-def test_a_client_that_raises_ends_the_engine_and_no_round_runs_twice(
-    parts: EngineParts, prompts: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_client_that_raises_loses_its_own_request_and_no_round_runs_twice(
+    ahead: bool,
+    parts: EngineParts,
+    prompts: list[tuple[int, ...]],
+    undisturbed: dict[str, tuple[int, ...]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Emissions go out when the state has changed already: another try would change it once more."""
-    monkeypatch.setattr(Runner, "ahead", True)
+    monkeypatch.setattr(Runner, "ahead", ahead)
     rounds: list[Round] = []
     run = Runner.run
 
@@ -344,17 +350,21 @@ def test_a_client_that_raises_ends_the_engine_and_no_round_runs_twice(
 
     monkeypatch.setattr(Runner, "run", counted)
     engine = Engine(CASE.options(), parts)
+    heard: queue.SimpleQueue[Emission] = queue.SimpleQueue()
 
     def sink(emission: Emission) -> None:
         if emission.tokens:
             raise ValueError("nobody listens")
 
-    engine.submit(request(parts, "0", prompts[0]), sink)
-    engine._thread.join(timeout=10)
-    assert not engine.alive()
-    with pytest.raises(EngineDead, match="nobody listens"):
-        engine.submit(request(parts, "1", prompts[0]), sink)
+    engine.submit(request(parts, "0", prompts[0], 400), sink)
+    engine.submit(request(parts, "2", prompts[2]), heard.put)
+    tokens: tuple[int, ...] = ()
+    while len(tokens) < len(undisturbed["2"]):
+        tokens += heard.get(timeout=10).tokens
+    assert tokens == undisturbed["2"]
+    engine.close()
     assert len(set(rounds)) == len(rounds)
+    assert engine.stats().requests_finished == {"cancelled": 1, "length": 1}
 
 
 def test_a_fault_in_drafting_costs_only_speed(

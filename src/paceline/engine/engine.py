@@ -21,9 +21,10 @@ Sink = Callable[[Emission], None]
 
 
 class Sinks:
-    """Who hears of which request. Shared by the handles in a thread and over a pipe."""
+    """Who hears of which request. Shared by the handles in a thread and over a pipe. ``cancel`` ends a request."""
 
-    def __init__(self) -> None:
+    def __init__(self, cancel: Callable[[str], None]) -> None:
+        self._cancel = cancel
         self._lock = threading.Lock()
         self._sinks: dict[str, Sink] = {}
         self.dead: str | None = None
@@ -40,8 +41,19 @@ class Sinks:
             with self._lock:
                 ended = emission.finish_reason is not None
                 sink = (self._sinks.pop if ended else self._sinks.get)(emission.request_id, None)
-            if sink is not None:
-                sink(emission)
+            if sink is not None and not self._heard(sink, emission) and not ended:
+                with self._lock:
+                    self._sinks.pop(emission.request_id, None)
+                self._cancel(emission.request_id)
+
+    def _heard(self, sink: Sink, emission: Emission) -> bool:
+        """Whether the listener took it. One that raises loses its own request, not everybody's engine."""
+        try:
+            sink(emission)
+        except Exception:
+            log.exception("nobody listens to request %s", emission.request_id)
+            return False
+        return True
 
     def die(self, reason: str) -> None:
         """Tell everybody who waits, and everybody who comes later."""
@@ -50,7 +62,7 @@ class Sinks:
                 self.dead = reason
             waiting, self._sinks = self._sinks, {}
         for request_id, sink in waiting.items():
-            sink(Emission(request_id, (), "error", None, reason))
+            self._heard(sink, Emission(request_id, (), "error", None, reason))
 
 
 class Engine:
@@ -69,7 +81,7 @@ class Engine:
         parts: EngineParts | None = None,
         observe: Callable[[Round, RoundResult], None] | None = None,
     ) -> None:
-        self._sinks = Sinks()
+        self._sinks = Sinks(self.cancel)
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._stats = EngineStats()
         loaded: Future[EngineParts] = Future()

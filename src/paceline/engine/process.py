@@ -75,7 +75,7 @@ class EngineProcess:
             self._process.start()
         theirs.close()
         self.info = self._wait_until_ready()
-        self._sinks = Sinks()
+        self._sinks = Sinks(self.cancel)
         self._stats = EngineStats()
         self._outgoing: queue.SimpleQueue[Message] = queue.SimpleQueue()
         threading.Thread(target=self._write, name="paceline-engine-writer", daemon=True).start()
