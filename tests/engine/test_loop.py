@@ -13,9 +13,10 @@ import torch
 
 from paceline.batch import PackedBatch
 from paceline.bench.law import Workbench, workload
-from paceline.bench.law_cases import Case
+from paceline.bench.law_cases import BLOCK_SIZE, Case
 from paceline.engine import admission
 from paceline.engine.build import EngineParts
+from paceline.engine.decode import verify_forward
 from paceline.engine.engine import Engine
 from paceline.engine.loop import Cancel, EngineLoop, Message, Stop, Submit
 from paceline.engine.plan import Round, RoundFailed, RoundResult
@@ -406,6 +407,33 @@ def test_drafting_and_then_verifying_fail(
     run = serve(parts, three(parts, prompts))
     assert run.reasons() == {"0": "length", VICTIM: "error", "2": "length"}
     assert run.tokens["0"] == undisturbed["0"] and run.tokens["2"] == undisturbed["2"]
+
+
+def test_what_is_not_a_number_does_no_harm_in_rows_that_nobody_keeps(
+    parts: EngineParts,
+    prompts: list[tuple[int, ...]],
+    undisturbed: dict[str, tuple[int, ...]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Behind a draft that does not hold, rows of every span are spoilt."""
+    ends = serve(parts, three(parts, prompts)).ends
+    longest = {name: max(end.stats.keeps) for name, end in ends.items() if end.stats is not None}
+    assert min(longest.values()) < BLOCK_SIZE, "no row is never kept: take other prompts"
+    spoilt = []
+
+    def forward(target: Any, drafter: Any, tokens: torch.Tensor, half: Half) -> torch.Tensor:
+        logits = verify_forward(target, drafter, tokens, half)
+        owners = {sequence.lane: sequence.request.id for sequence in parts.scheduler.running}
+        spans = zip(half.batch.starts.tolist(), half.batch.lengths, half.batch.lanes.tolist(), strict=True)
+        for first, length, lane in spans:
+            kept = longest[owners[lane]]
+            logits[first + kept : first + length] = float("nan")
+            spoilt.append(length > kept)
+        return logits
+
+    monkeypatch.setattr("paceline.engine.runner.verify_forward", forward)
+    run = serve(parts, three(parts, prompts))
+    assert run.tokens == undisturbed and any(spoilt)
 
 
 # -- parking ---------------------------------------------------------------------------------------------------------------
