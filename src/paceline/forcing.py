@@ -14,10 +14,12 @@ import torch
 from torch import Tensor
 
 from paceline.transfer import to_device
-from paceline.types import Forcing, Row
+from paceline.types import Forcing, Request, Row
 
 NONE = -1
 """Nothing is forced; no token has this id."""
+_NO_END = -2
+"""In the place of a token: nothing is forced, but a token that would end the request ends the thought instead."""
 
 
 def forced(picks: Tensor, rows: Sequence[Row], tokens: Tensor | None = None) -> Tensor:
@@ -37,9 +39,49 @@ def forced(picks: Tensor, rows: Sequence[Row], tokens: Tensor | None = None) -> 
         line[3 + drafts : 3 + drafts + known] = range(row.drafts[0], row.drafts[0] + known)
     index, end, ids, sources = to_device(packed, picks.device).split((1, 1, drafts + 1, drafts), dim=1)
     chosen = ids[:, -1] if drafts == 0 else _by_draft(ids, sources, end, tokens)
+    free = picks[index[:, 0]]
+    if _NO_END in packed:
+        over = (free[:, None] == _stops([row for row, _, _ in cases], picks.device)).any(dim=1)
+        chosen = torch.where(chosen == _NO_END, torch.where(over, end[:, 0], NONE), chosen)
     out = picks.clone()
-    out[index[:, 0]] = torch.where(chosen == NONE, picks[index[:, 0]], chosen)
+    out[index[:, 0]] = torch.where(chosen == NONE, free, chosen)
     return out
+
+
+def foretold(drafts: Tensor, lanes: Sequence[tuple[Request, Sequence[int]]]) -> Tensor:
+    """``drafts`` [D, K] with what will be forced in their place as far as the host can tell, where any other draft would be
+    in vain. ``lanes`` are D requests with the tokens that they have generated."""
+    places = [
+        (lane, at, token)
+        for lane, (request, generated) in enumerate(lanes)
+        if request.forcing is not None
+        for at, token in enumerate(_ahead(Row(lane, request, generated), drafts.shape[1]))
+        if token != NONE
+    ]
+    if not places:
+        return drafts
+    lane, at, token = to_device(np.array(places, dtype=np.int64).T.copy(), drafts.device)
+    return drafts.index_put((lane, at), token)
+
+
+def _ahead(row: Row, count: int) -> list[int]:
+    """What is forced at the next ``count`` tokens, if none of the free ones ends the thought."""
+    forcing, end, begin = _forcing(row), _end_of_thought(row), _forcing(row).thought(row.generated)
+    if end is not None:
+        tokens, first = forcing.opening, len(row.generated) - end
+    elif forcing.budget is not None and begin is not None:
+        tokens, first = forcing.closing + forcing.opening, len(row.generated) - begin - forcing.budget
+    else:
+        return []
+    return [_at(tokens, first + at) for at in range(count)]
+
+
+def _stops(rows: Sequence[Row], device: torch.device) -> Tensor:
+    """[R, S]: the tokens that end each row's request."""
+    packed = np.full((len(rows), max(1, *(len(row.request.stop_ids) for row in rows))), NONE, dtype=np.int64)
+    for line, row in zip(packed, rows, strict=True):
+        line[: len(row.request.stop_ids)] = sorted(row.request.stop_ids)
+    return to_device(packed, device)
 
 
 def _by_draft(ids: Tensor, sources: Tensor, end: Tensor, tokens: Tensor | None) -> Tensor:
@@ -73,7 +115,9 @@ def _cases(row: Row, end_of_thought: int | None) -> tuple[int, list[int]]:
     begin = forcing.thought(row.generated)
     over = NONE if forcing.budget is None or begin is None else before - begin - forcing.budget
     after_draft = [_at(forcing.opening, drafts - at - 1) for at in range(drafts)]
-    return forcing.closing[-1], [*after_draft, _at(forcing.closing, over)]
+    closing = _at(forcing.closing, over)
+    still_open = _NO_END if closing == NONE and forcing.opening else closing
+    return forcing.closing[-1], [*after_draft, still_open]
 
 
 def _forcing(row: Row) -> Forcing:

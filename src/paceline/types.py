@@ -162,8 +162,9 @@ class Forcing:
 
     ``opening`` are the answer's first tokens. A thought goes before the answer if the prompt ends inside one (``thinking``)
     or the first generated token is ``begin``; it ends with the first token that equals the last of ``closing``. Once it has
-    ``budget`` tokens without that, ``closing`` is forced. The opening then follows the thought. ``closing`` may be empty
-    only where there can be no thought.
+    ``budget`` tokens without that, ``closing`` is forced. The opening then follows the thought; where there is one, a token
+    that would end the request inside the thought becomes the thought's end. ``closing`` may be empty only where there can be
+    no thought.
     """
 
     opening: tuple[int, ...] = ()

@@ -25,7 +25,7 @@ from paceline.engine.prompts import prefill_forward, prompt_inputs
 from paceline.engine.rows import Draw, sampling_rows
 from paceline.engine.scores import Scores
 from paceline.engine.synthetic import SyntheticAcceptance
-from paceline.forcing import forced
+from paceline.forcing import forced, foretold
 from paceline.logprobs import ROWS_AT_ONCE
 from paceline.models.qwen35 import Hidden, Qwen35
 from paceline.penalties import adjusted
@@ -96,7 +96,7 @@ class Runner:
             assert self.drafter is not None, "drafts planned without a drafter"
             captured = self.graphs.draft(drafting) if self.graphs else None
             drafts = captured if captured is not None else self.drafter.propose(drafting, self.pool)
-            parts.append(drafts[: len(drafting)])
+            parts.append(foretold(drafts[: len(drafting)], [(span.request, span.generated) for span in drafting]))
         known = [span.known for span in spans if span.known]
         if known:
             given = np.zeros((len(known), self._block_size - 1), np.int64)
