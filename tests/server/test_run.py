@@ -25,16 +25,17 @@ import os, signal, sys, threading, time
 sys.path.insert(0, {here!r})
 from scripted import *
 from paceline.errors import LoadError
-import paceline.server.run as run
+from paceline.server import run
+from paceline.server.options import ServerOptions
 
-run.GRACE_SECONDS = 0.3
 engine = ScriptedEngine(until_cancelled("Hello"))
 
 def backend():
     return Backend(engine, ByteTokenizer(), PlainTemplate())
 
 {load}
-code = run.serve(load, port={port}, say=lambda line: print(line, flush=True))
+options = ServerOptions(drain_timeout={drain})
+code = run.serve(load, port={port}, options=options, say=lambda line: print(line, flush=True))
 print("closed", engine.closed, flush=True)
 sys.exit(code)
 """
@@ -47,8 +48,8 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def serving(load: str, port: int) -> Iterator[subprocess.Popen[str]]:
-    program = PROGRAM.format(here=str(HERE), load=textwrap.dedent(load), port=port)
+def serving(load: str, port: int, drain: float = 0.3) -> Iterator[subprocess.Popen[str]]:
+    program = PROGRAM.format(here=str(HERE), load=textwrap.dedent(load), port=port, drain=drain)
     process = subprocess.Popen(
         [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=dict(os.environ)
     )
@@ -82,6 +83,34 @@ def test_a_signal_ends_streams_closes_the_engine_and_exits_with_0(number: signal
     listening, closed = out.splitlines()
     assert f"http://127.0.0.1:{port}/v1" in listening and "fp_scripted" in listening
     assert closed == "closed True"
+
+
+def test_a_signal_lets_a_running_answer_end() -> None:
+    """The client hears all of it, and nobody new is let in."""
+    port = free_port()
+    slow = """
+    def script(request):
+        for letter in b"Hello":
+            time.sleep(0.2)
+            yield Emission(request.id, (letter,))
+        yield Emission(request.id, (END,), "stop")
+
+    engine.script = script
+    load = backend
+    """
+    with serving(slow, port, drain=20) as process:
+        assert eventually(lambda: health(port) == 200, 20)
+        body = {"prompt": "hi", "stream": True}
+        with httpx.stream("POST", f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=10) as response:
+            lines = (line for line in response.iter_lines() if line)
+            first = next(lines)
+            process.send_signal(signal.SIGTERM)
+            assert eventually(lambda: health(port) is None)
+            rest = list(lines)
+        _, err = process.communicate(timeout=10)
+    assert (process.returncode, err) == (0, "")
+    assert "error" not in first and rest[-1] == "data: [DONE]"
+    assert sum('"text": "' in line or '"text":"' in line for line in [first, *rest]) >= 5
 
 
 def test_a_body_that_does_not_come_does_not_hold_up_the_end() -> None:

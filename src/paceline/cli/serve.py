@@ -161,6 +161,12 @@ def serve(
             show_default="none",
         ),
     ] = SERVER.request_timeout,
+    drain_timeout: Annotated[
+        float,
+        typer.Option(
+            "--drain-timeout", metavar="SECONDS", help="How long running requests may go on after SIGTERM or SIGINT."
+        ),
+    ] = SERVER.drain_timeout,
     trace: Annotated[
         str | None,
         typer.Option("--trace", metavar="FILE", help="Add a JSON line per round to this file: lanes, widths, keeps, times."),
@@ -210,6 +216,7 @@ def serve(
         client_timeout=client_timeout,
         max_queue=max_queue,
         request_timeout=request_timeout,
+        drain_timeout=drain_timeout,
     )
     start_logging(log_level.number, log_format)
     from paceline.server import run

@@ -21,6 +21,7 @@ class ServerOptions:
     browser. A body may have ``max_body_bytes``. A client may leave ``stream_buffer_tokens`` of a stream unread, and may for
     ``client_timeout`` seconds neither read what waits for it nor send more of a body that it has begun. ``max_queue``
     answers may wait for a lane. A request without a ``timeout`` has ``request_timeout`` seconds, None: as long as it takes.
+    When the server is told to end, what runs may go on for ``drain_timeout`` seconds.
     """
 
     api_keys: tuple[str, ...] = ()
@@ -30,6 +31,7 @@ class ServerOptions:
     client_timeout: float = 60.0
     max_queue: int = 256
     request_timeout: float | None = None
+    drain_timeout: float = 5.0
 
     def __post_init__(self) -> None:
         if not all(key and key == key.strip() for key in self.api_keys):
@@ -48,6 +50,10 @@ class ServerOptions:
             raise ConfigError(
                 f"request_timeout must lie in (0, {MAX_TIMEOUT:g}] seconds, got {self.request_timeout:g}",
                 param="request_timeout",
+            )
+        if not 0 <= self.drain_timeout <= MAX_TIMEOUT:
+            raise ConfigError(
+                f"drain_timeout must lie in [0, {MAX_TIMEOUT:g}] seconds, got {self.drain_timeout:g}", param="drain_timeout"
             )
         if not 0.05 <= self.client_timeout <= 86_400:
             raise ConfigError(

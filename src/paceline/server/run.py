@@ -21,8 +21,6 @@ from paceline.server.options import ServerOptions
 from paceline.server.replies import printable
 from paceline.server.service import Backend, Service
 
-GRACE_SECONDS = 5.0
-"""How long running requests may go on after a signal before they are ended with an error."""
 SEND_BUFFER_BYTES = 128 * 1024
 
 logger = logging.getLogger("paceline.server")
@@ -66,7 +64,7 @@ def serve(
         loading.start()
         server.run(sockets=[listener])
         # Python ends daemon threads where they are, and in a native library that can abort the process.
-        loading.join(GRACE_SECONDS)
+        loading.join(options.drain_timeout)
     if service.backend is not None:
         service.backend.handle.close()
     return _fail(server.fault) if server.fault else 0
@@ -85,7 +83,7 @@ class _Server(uvicorn.Server):
             log_level="warning",
             access_log=False,
             timeout_keep_alive=65,
-            timeout_graceful_shutdown=int(GRACE_SECONDS) + 5,
+            timeout_graceful_shutdown=int(service.options.drain_timeout) + 5,
         )
         super().__init__(config)
         self.fault: str | None = None
@@ -104,7 +102,7 @@ class _Server(uvicorn.Server):
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        grace = 0.0 if self.fault else GRACE_SECONDS
+        grace = 0.0 if self.fault else self._service.options.drain_timeout
         error = EngineDead(self.fault or "the server is shutting down")
         asyncio.get_running_loop().call_later(grace, self._service.abort_all, error)
         await super().shutdown(sockets)
