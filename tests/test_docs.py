@@ -13,8 +13,9 @@ import paceline
 from paceline.cli.app import _application
 from paceline.config import EngineOptions
 from paceline.server.metrics import Metrics
-from paceline.server.protocol import CHAT_FIELDS, COMPLETION_FIELDS
-from paceline.types import EngineHandle, EngineStats
+from paceline.server.options import ServerOptions
+from paceline.server.protocol import CHAT_FIELDS, COMPLETION_FIELDS, DETOKENIZE_FIELDS, TOKENIZE_FIELDS
+from paceline.types import EngineHandle, EngineStats, LaneStats
 
 ROOT = Path(__file__).parent.parent
 SOURCE = Path(paceline.__file__).parent
@@ -46,9 +47,18 @@ def test_the_readme_has_every_field_of_the_engine_options() -> None:
     assert fields <= quoted(README)
 
 
-@pytest.mark.parametrize("fields", [CHAT_FIELDS, COMPLETION_FIELDS])
+@pytest.mark.parametrize("fields", [CHAT_FIELDS, COMPLETION_FIELDS, TOKENIZE_FIELDS, DETOKENIZE_FIELDS])
 def test_every_request_field_is_documented(fields: dict[str, object]) -> None:
     assert set(fields) <= quoted(SERVER)
+
+
+@pytest.mark.parametrize("kind", [LaneStats, ServerOptions])
+def test_what_operators_see_and_set_is_documented(kind: type) -> None:
+    """Options of the server by their names on the command line, in the README."""
+    names = {field.name for field in dataclasses.fields(kind)}
+    renamed = {"api_keys": "--api-key", "cors_origins": "--cors-origin", "max_body_bytes": "--max-body-mib"}
+    options = {renamed.get(name, "--" + name.replace("_", "-")) for name in names}
+    assert names <= quoted(SERVER) or options <= quoted(README)
 
 
 def test_every_metric_is_documented() -> None:

@@ -29,6 +29,7 @@ def start_logging(level: int, form: LogFormat = "text") -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(_JsonFormatter() if form == "json" else _TextFormatter(_TEXT_FORMAT))
     logging.basicConfig(level=level, handlers=[handler])
+    logging.captureWarnings(True)
 
 
 def event(logger: logging.Logger, message: str, **fields: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import queue
 import signal
@@ -184,3 +185,17 @@ def test_a_model_that_cannot_be_loaded_is_this_side_s_error(tmp_path: Path) -> N
     missing = tmp_path / "missing.gguf"
     with pytest.raises(LoadError, match="missing.gguf"):
         EngineProcess(EngineOptions(target=str(missing)))
+
+
+def test_how_an_engine_died_is_one_line_of_its_log() -> None:
+    script = """
+import paceline.engine.process as process
+def lost(*args):
+    raise RuntimeError("the device is lost")
+process._run = lost
+process._main(None, None, 20, "json", None)
+"""
+    died = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    line = json.loads(died.stderr)
+    assert (died.returncode, line["message"]) == (1, "the engine died")
+    assert line["exception"].endswith("RuntimeError: the device is lost")

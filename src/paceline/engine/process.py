@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import queue
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -168,6 +169,9 @@ def _main(options: EngineOptions, pipe: Connection, log_level: int, log_format: 
         _run(options, pipe, trace)
     except BrokenPipeError:
         os._exit(1)  # the server is gone: nobody is left to answer
+    except Exception:
+        log.exception("the engine died")
+        sys.exit(1)
 
 
 def _run(options: EngineOptions, pipe: Connection, trace_path: str | None) -> None:
