@@ -32,6 +32,8 @@ from paceline.errors import ConfigError
         ("max_ctx", 100.5),
         ("threads", "1"),
         ("prefill_tokens", None),
+        ("itl_budget_ms", "5"),
+        ("itl_budget_ms", float("nan")),
         ("admission_coalesce_ms", "5"),
         ("admission_coalesce_ms", True),
         ("admission_coalesce_ms", float("nan")),

@@ -153,7 +153,7 @@ class ShortOfPages:
         self.fits, self.admit, self.release = pool.fits, pool.admit, pool.release
 
     def grow(self, lane: int, tokens: int) -> bool:
-        return self._dice.randrange(10) > 0 and self._pool.grow(lane, tokens)
+        return self._dice.randrange(30) > 0 and self._pool.grow(lane, tokens)
 
 
 class FailingPool(StatePool):
