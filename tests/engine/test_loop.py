@@ -499,27 +499,50 @@ def test_a_busy_engine_admits_at_the_next_round(parts: EngineParts, prompts: lis
 
 
 class Patient(Run):
-    """Messages come only while the engine is idle or waits for company; None is a wait that nobody ends."""
+    """Messages come only from when the engine is idle until the next None, which is a wait that nobody ends."""
+
+    come = False
 
     def get(self, timeout: float | None) -> Message | None:
-        if timeout != 0.0:
+        self.come = self.come or timeout is None
+        if self.come and self.messages:
+            self.waits.append(timeout)
+            message = self.messages.pop(0)
+            self.come = message is not None
+            return message
+        if timeout is None:
             return super().get(timeout)
         self.waits.append(timeout)
         return None
 
 
-@pytest.mark.parametrize(("arrivals", "waits"), [("0.12", [1, 0, 0]), ("01.23", [2, 1]), ("01.2.3", [2, 1, 0])])
+@pytest.mark.parametrize(
+    ("arrivals", "waits", "together"),
+    [
+        ("0.1.2", [1, 0, 0], [1, 1, 1]),
+        ("01.23.", [2, 1], [2, 2]),
+        ("01.2.3", [2, 1, 0], [2, 1, 1]),
+        ("0.12.", [1, 0], [1, 2]),
+    ],
+)
 def test_an_idle_engine_waits_for_as_many_as_there_were(
-    bench: Workbench, prompts: list[tuple[int, ...]], arrivals: str, waits: list[int]
+    bench: Workbench, prompts: list[tuple[int, ...]], arrivals: str, waits: list[int], together: list[int]
 ) -> None:
+    """``waits``: how often it waited; ``together``: how many began together. What is there is taken at once."""
     parts = bench.parts(Case("two lanes", lanes=2, threads=1), {})
     submissions = {name: Submit(request(parts, name, prompts[0], 3)) for name in "0123"}
     run = Patient([submissions.get(name) for name in arrivals])
-    EngineLoop(parts.runner, parts.scheduler, run, run.hear, coalesce_seconds=0.5).run()
+    begun: list[int] = []
+
+    def watch(round: Round, result: RoundResult) -> None:
+        begun.extend([len(round.prefill)] * bool(round.prefill))
+
+    EngineLoop(parts.runner, parts.scheduler, run, run.hear, coalesce_seconds=0.5, observe=watch).run()
     assert run.reasons() == dict.fromkeys(arrivals.replace(".", ""), "length")
     starts = [index for index, wait in enumerate(run.waits) if wait is None]
     busy = [run.waits[start + 1 : end] for start, end in zip(starts, starts[1:], strict=False)]
     assert [sum(wait != 0.0 for wait in period) for period in busy] == waits
+    assert begun == together
 
 
 def test_a_cancelled_request_frees_its_lane_within_a_round(bench: Workbench, prompts: list[tuple[int, ...]]) -> None:

@@ -97,8 +97,9 @@ class EngineLoop:
             return emissions
         emissions = self._handle(self.inbox.get(None))
         deadline = time.monotonic() + self.coalesce_seconds
-        while not self._stopping and 0 < len(self.scheduler.requests()) < self._most:
-            message = self.inbox.get(max(0.0, deadline - time.monotonic()))
+        while not self.scheduler.idle and not self._stopping:
+            wait = deadline - time.monotonic() if len(self.scheduler.requests()) < self._most else 0.0
+            message = self.inbox.get(max(0.0, wait))
             if message is None:
                 break
             emissions += self._handle(message)
