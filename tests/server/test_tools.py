@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 from openai.types.chat import ChatCompletionChunk
-from scripted import END, Running, bursts, eventually, running
+from scripted import END, Running, bursts, eventually, joined, running
 
 from paceline.config import EngineOptions
 from paceline.engine.build import resolve_paths
@@ -154,6 +154,52 @@ def test_what_the_template_or_the_vocabulary_cannot_serve_is_refused(server: Run
         assert error(server, tools=[QUERY])[0] == "tools"
     finally:
         server.template.source = source
+
+
+XML_TEMPLATE = """
+{%- for tool in tools %}{{ tool | tojson }}{% endfor %}
+{%- for message in messages %}
+    {{- message.role + ':' + message.content }}
+    {%- for call in message.tool_calls %}
+        {{- '<tool_call>\\n<function=' + call.function.name + '>\\n' }}
+        {%- for key, value in call.function.arguments | items %}
+            {{- '<parameter=' + key + '>\\n' + (value if value is string else value | tojson) + '\\n</parameter>\\n' }}
+        {%- endfor %}
+        {{- '</function>\\n</tool_call>' }}
+    {%- endfor %}
+    {{- '\\n' }}
+{%- endfor %}
+"""
+"""As Qwen3-Coder's and Qwen3.5's write calls."""
+
+
+def test_the_other_format_reads_what_it_writes(server: Running) -> None:
+    """Calls of the history are rendered as the model would write them; what it writes then comes back as the same calls."""
+    arguments = {"query": "SELECT '</parameter>'\n", "limit": 3}
+    call = {"id": "c", "type": "function", "function": {"name": "query_database", "arguments": json.dumps(arguments)}}
+    history = [*HELLO, {"role": "assistant", "tool_calls": [call, call]}, {"role": "tool", "content": "[]"}]
+    template = ChatTemplate(XML_TEMPLATE)
+    backend = server.service.backend
+    assert backend is not None
+    server.service.attach(Backend(backend.handle, backend.tokenizer, template))
+    try:
+        post(server, messages=history, tools=[QUERY])
+        prompt = joined(server.engine.submitted[-1].prompt)
+        assert prompt.startswith(json.dumps(QUERY)) and prompt.endswith("tool:[]\n")
+        written = prompt[prompt.index("assistant:") :].removeprefix("assistant:").removesuffix("\ntool:[]\n")
+        server.engine.script = bursts(*written)
+        calls = choice(server, tools=[QUERY])["message"]["tool_calls"]
+        assert [json.loads(call["function"]["arguments"]) for call in calls] == [arguments, arguments]
+        for tool_choice, opening in (
+            ("auto", None),
+            ("required", "<tool_call>\n<function"),
+            ({"type": "function", "function": {"name": "query_database"}}, "<tool_call>\n<function=query_database>\n"),
+        ):
+            post(server, tools=[QUERY], tool_choice=tool_choice)
+            forcing = server.engine.submitted[-1].forcing
+            assert (forcing and joined(forcing.opening)) == opening
+    finally:
+        server.service.attach(backend)
 
 
 # -- the demo pair ---------------------------------------------------------------------------------------------------------

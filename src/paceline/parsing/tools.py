@@ -14,8 +14,8 @@ from paceline.messages import json_type
 
 MAX_TOOLS = 128
 """Definitions in one request, as in OpenAI's API."""
-MAX_NAME = 64
-"""Characters in a tool's name, as in OpenAI's API."""
+MAX_NAME = 128
+"""Characters in a tool's name, as in Anthropic's API; OpenAI's has half as many."""
 _NAME = re.compile(rf"[a-zA-Z0-9_.:/-]{{1,{MAX_NAME}}}")
 _MAX_DEPTH = 16
 """Of references and alternatives that are followed in a schema."""
