@@ -16,6 +16,7 @@ import uvicorn
 
 from paceline.errors import EngineDead, PacelineError
 from paceline.server.app import create_app
+from paceline.server.connection import Connection
 from paceline.server.http import MAX_HEADER_BYTES
 from paceline.server.options import ServerOptions
 from paceline.server.replies import printable
@@ -76,7 +77,7 @@ class _Server(uvicorn.Server):
     def __init__(self, service: Service) -> None:
         config = uvicorn.Config(
             create_app(service),
-            http="h11",  # the one that bounds headers that do not end
+            http=Connection,
             h11_max_incomplete_event_size=2 * MAX_HEADER_BYTES,
             lifespan="off",
             log_config=None,
