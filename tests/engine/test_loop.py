@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -460,6 +460,28 @@ def test_lanes_are_parked_when_pages_run_out(
     for name, end in tight.ends.items():
         other = ample.ends[name].stats
         assert end.stats is not None and other is not None and end.stats.keeps == other.keeps
+
+
+@pytest.mark.parametrize("speculation", [True, False])
+def test_a_lane_is_given_to_a_higher_priority_and_goes_on(
+    speculation: bool, bench: Workbench, prompts: list[tuple[int, ...]]
+) -> None:
+    case = Case("one lane", lanes=1, threads=1, speculation=speculation)
+    parts = bench.parts(case, {})
+    batch = replace(request(parts, "1", prompts[-1], 40), priority=5)
+    urgent = request(parts, "2", prompts[1], 8)
+
+    late: list[Message] = [Submit(urgent)]
+
+    def observe(run: Run) -> None:
+        if late and len(run.tokens.get("1", ())) > 20:
+            run.messages.append(late.pop())
+
+    alone = serve(bench.parts(case, {}), [Submit(batch), Submit(urgent)])
+    run = serve(parts, [Submit(batch)], observe)
+    assert run.stats.parkings == {"pages": 0, "priority": 1} and run.stats.restored_tokens >= 20
+    assert run.tokens == alone.tokens
+    assert list(run.ends) == ["2", "1"]
 
 
 # -- arrivals and cancellations --------------------------------------------------------------------------------------------

@@ -96,7 +96,7 @@ class Scheduler:
         """End those whose time is over."""
         now = self.clock()
         return [
-            self._finish(one, (), "timeout", f"the request had {one.request.timeout:g} s, which are over")
+            self._finish(one, (), "timeout", f"the request had {one.request.timeout:.1f} s, which are over")
             for one in self.admission
             if one.overdue_at <= now
         ]
