@@ -83,7 +83,7 @@ def test_keys_of_options_and_of_a_file(tmp_path: Path) -> None:
         ({"cors_origins": ("a.example",)}, "https://"),
         ({"cors_origins": ("https://a.example/path",)}, "https://"),
         ({"max_body_bytes": 0}, "at least 1, got 0"),
-        ({"stream_buffer_tokens": 0}, "at least 1, got 0"),
+        ({"stream_buffer_tokens": 63}, "at least 64, got 63"),
         ({"client_timeout": 0}, "got 0"),
     ],
     ids=str,

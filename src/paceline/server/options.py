@@ -10,6 +10,9 @@ from pathlib import Path
 from paceline.errors import ConfigError
 from paceline.server.urgency import MAX_TIMEOUT
 
+MIN_BUFFER_TOKENS = 64
+"""Several bursts: what has just come waits for a moment, however fast its client reads."""
+
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/?#\s]+")
 
 
@@ -41,9 +44,9 @@ class ServerOptions:
                 raise ConfigError(
                     f"cors_origin must be * or look like https://example.org:8080, got {origin!r}", param="cors_origin"
                 )
-        for name in ("max_body_bytes", "stream_buffer_tokens"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}", param=name)
+        for name, least in (("max_body_bytes", 1), ("stream_buffer_tokens", MIN_BUFFER_TOKENS)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name} must be at least {least}, got {getattr(self, name)}", param=name)
         if self.max_queue < 0:
             raise ConfigError(f"max_queue must be at least 0, got {self.max_queue}", param="max_queue")
         if self.request_timeout is not None and not 0 < self.request_timeout <= MAX_TIMEOUT:

@@ -22,7 +22,7 @@ from paceline.server.options import ServerOptions
 from paceline.server.replies import printable
 from paceline.server.service import Backend, Service
 
-SEND_BUFFER_BYTES = 128 * 1024
+SEND_BUFFER_BYTES = 32 * 1024
 
 logger = logging.getLogger("paceline.server")
 
