@@ -161,6 +161,7 @@ class EngineOptions:
     itl_budget_ms: float | None = None
     threads: int | None = None
     cuda_graphs: bool = True
+    draft_ahead: bool = True
     expand_weights: bool = True
     nvtx: bool = False
     spec_synth_len: float | None = None
@@ -200,7 +201,7 @@ class EngineOptions:
             ("text", (str,), ("target", "drafter", "device", "model_name")),
             ("an integer", (int,), tuple(_LOWEST)),
             ("a number", (int, float), ("admission_coalesce_ms", "spec_synth_len", "itl_budget_ms")),
-            ("True or False", (bool,), ("speculation", "cuda_graphs", "expand_weights", "nvtx")),
+            ("True or False", (bool,), ("speculation", "cuda_graphs", "draft_ahead", "expand_weights", "nvtx")),
         ):
             for name in names:
                 value = getattr(self, name)

@@ -219,9 +219,9 @@ def test_scratch_grows_with_what_it_depends_on(large: Large, monkeypatch: pytest
     assert round_scratch(replace(shape, lanes=12), 512).states == 2 * scratch.states
     assert round_scratch(replace(shape, max_ctx=1024), 512).attention < scratch.attention / 200
     assert round_scratch(shape, 512, graphs=False) == replace(scratch, captured=0)
-    # two prefill graphs of four prompts and one of padding: states of 48 heads of 128 x 128 and histories, of 48 layers
-    assert scratch.captured > 2 * 5 * 4 * 48 * (48 * 128 * 128 + 3 * 10_240)
-    assert scratch.captured < 2 * 2**30
+    # prefill graphs of 2, 4 and 4 prompts and one of padding: states of 48 heads of 128 x 128 and histories, of 48 layers
+    assert scratch.captured > (3 + 5 + 5) * 4 * 48 * (48 * 128 * 128 + 3 * 10_240)
+    assert scratch.captured < 2.1 * 2**30
 
 
 def test_what_is_expanded_leaves_room_for_graphs_and_rounds(monkeypatch: pytest.MonkeyPatch, large: Large) -> None:

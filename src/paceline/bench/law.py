@@ -130,7 +130,7 @@ class Workbench:
         graphs = Graphs(target, drafter, pool) if case.cuda_graphs and pool.device.type == "cuda" else None
         arithmetic = describe(options)
         info = replace(loaded.info, arithmetic=arithmetic, fingerprint=fingerprint(arithmetic), max_concurrency=case.lanes)
-        return EngineParts(Runner(target, drafter, pool, graphs=graphs), scheduler, info)
+        return EngineParts(Runner(target, drafter, pool, graphs=graphs, draft_ahead=case.draft_ahead), scheduler, info)
 
     def _drafter(self, case: Case, loaded: EngineParts, references: Mapping[str, Answers]) -> Drafter:
         drafter, target = loaded.runner.drafter, loaded.runner.target

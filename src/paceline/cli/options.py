@@ -114,6 +114,13 @@ CudaGraphs = Annotated[
         help="Capture the decode forwards at start-up and run each in one launch (GPU only). Tokens do not depend on it.",
     ),
 ]
+DraftAhead = Annotated[
+    bool,
+    typer.Option(
+        "--draft-ahead/--no-draft-ahead",
+        help="Draft for the next round while the host reads this one's results (GPU only). Tokens do not depend on it.",
+    ),
+]
 ExpandWeights = Annotated[
     bool,
     typer.Option(

@@ -106,7 +106,15 @@ def build(options: EngineOptions, drafter: Drafter | None = None) -> EngineParts
         speculation=drafter is not None,
     )
     _log_start(info, shape, scratch_bytes(shape, options, device), time.perf_counter() - started)
-    runner = Runner(target, drafter, pool, graphs=graphs, synthetic=_synthetic(options, drafter), nvtx=options.nvtx)
+    runner = Runner(
+        target,
+        drafter,
+        pool,
+        graphs=graphs,
+        synthetic=_synthetic(options, drafter),
+        draft_ahead=options.draft_ahead,
+        nvtx=options.nvtx,
+    )
     if device.type == "cuda":
         warm_up(runner)
     stop_searching()

@@ -41,6 +41,14 @@ class DraftInputs:
     anchors: Tensor
     rows: SamplingRows
 
+    def advance(self, keep: Tensor, anchors: Tensor) -> None:
+        """In place, for the first of the lanes: to behind ``keep`` [D] more committed rows, with other ``anchors`` [D]."""
+        lanes, all_lanes = keep.shape[0], self.anchors.shape[0]
+        for of_rows in (self.batch.positions, self.rows.position):
+            of_rows.view(all_lanes, -1)[:lanes] += keep.unsqueeze(1)
+        self.batch.span_bases[:lanes] += keep
+        self.anchors[:lanes] = anchors
+
 
 class DFlashDrafter:
     """A DFlash or DFlash2 model, with the target's embedding and head where the drafter has none of its own."""

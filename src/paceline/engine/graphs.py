@@ -24,7 +24,7 @@ from paceline.engine.decode import (
     unpack_decode,
     verify_forward,
 )
-from paceline.engine.drafting import DFlashDrafter, Drafter
+from paceline.engine.drafting import DFlashDrafter, Drafter, DraftInputs
 from paceline.engine.plan import PrefillSpan, VerifySpan
 from paceline.engine.prompts import (
     PromptInputs,
@@ -95,9 +95,14 @@ class Graphs:
 
     def draft(self, spans: Sequence[VerifySpan]) -> Tensor | None:
         """Drafts [>= D, B - 1] for the drafting spans; None if there is no graph for so many."""
-        bucket = _smallest(self._span_buckets, len(spans))
-        captured = self._draft.get(bucket or 0)
+        captured = self._draft.get(_smallest(self._span_buckets, len(spans)) or 0)
         return captured.run(spans) if captured else None
+
+    def draft_behind(self, spans: Sequence[VerifySpan], keep: Tensor, anchors: Tensor) -> Tensor | None:
+        """Drafts for the round behind the one of these drafting spans, of which ``keep`` [D] rows are committed and which
+        end in ``anchors`` [D]; None if there is no graph for so many."""
+        captured = self._draft.get(_smallest(self._span_buckets, len(spans)) or 0)
+        return captured.run(spans, (keep, anchors)) if captured else None
 
     def costs(self) -> tuple[dict[int, float], dict[tuple[int, int], float]]:
         """Seconds of a draft forward by lanes, and of a verify forward by (spans, rows), as measured after capture."""
@@ -133,7 +138,7 @@ class Graphs:
             drafts.copy_(drafter.forward(replace(inputs, batch=inputs.batch.without_plans()), views))
 
         graph, seconds = self._captured(forward)
-        return CapturedDraft(drafter, lanes, graph, seconds, packed, drafts, pool.spare_lane)
+        return CapturedDraft(drafter, lanes, graph, seconds, packed, inputs, drafts, pool.spare_lane)
 
     def _capture_prefill(self, shape: PromptShape) -> CapturedPrefill:
         pool = self._pool
@@ -218,19 +223,23 @@ class CapturedPrefill:
 
 @dataclass(frozen=True, slots=True)
 class CapturedDraft:
-    """A draft forward; ``packed`` and ``drafts`` are where it reads and writes."""
+    """A draft forward; ``packed``, of which ``inputs`` are views, and ``drafts`` are where it reads and writes."""
 
     drafter: DFlashDrafter
     lanes: int
     graph: torch.cuda.CUDAGraph
     seconds: float
     packed: Tensor
+    inputs: DraftInputs
     drafts: Tensor
     spare_lane: int
 
-    def run(self, spans: Sequence[VerifySpan]) -> Tensor:
+    def run(self, spans: Sequence[VerifySpan], behind: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        """``behind``: what the lanes keep of these spans and their anchors then, for drafts of the next round."""
         packed, _, _ = self.drafter.pack(spans, self.lanes, self.spare_lane)
         to_device(packed, self.packed.device, self.packed)
+        if behind is not None:
+            self.inputs.advance(*behind)
         self.graph.replay()
         return self.drafts
 
@@ -255,11 +264,10 @@ def decode_shapes(lanes: int, block: int) -> list[DecodeShape]:
 
 
 def prompt_shapes(lanes: int) -> list[PromptShape]:
-    """Prefill forwards that get graphs: few rows and few prompts. Longer ones take the device longer than the host needs to
-    launch them. One span more is padding."""
-    spans = min(lanes, _GRAPH_PROMPTS)
-    rows = _GRAPH_PROMPT_ROWS
-    return [PromptShape(count, spans + 1, count // CHUNK_SIZE + spans, padded=True) for count in rows]
+    """Prefill forwards that get graphs: few rows and few prompts, each of which leaves a state. Longer ones take the device
+    longer than the host needs to launch them. One span more is padding."""
+    spans = [(rows, min(lanes, _GRAPH_PROMPTS, rows // CHUNK_SIZE)) for rows in _GRAPH_PROMPT_ROWS]
+    return [PromptShape(rows, count + 1, rows // CHUNK_SIZE + count, padded=True) for rows, count in spans]
 
 
 def _smallest(buckets: Sequence[int], count: int) -> int | None:

@@ -63,6 +63,8 @@ class Round:
     verify: tuple[VerifySpan, ...]
     prefill: tuple[PrefillSpan, ...]
     forks: tuple[Fork, ...] = ()
+    ahead: bool = False
+    """Whether those who draft are expected to do so in the next round too, with nobody beside them."""
 
     def __bool__(self) -> bool:
         return bool(self.verify or self.prefill)

@@ -6,6 +6,7 @@ Nothing waits for the device before the round's results are read, in one copy.
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from paceline.accept import Verdict, accept
+from paceline.engine.ahead import DraftsAhead, draft_ahead
 from paceline.engine.decode import DecodeInputs, decode_inputs, verify_forward
 from paceline.engine.drafting import Drafter
 from paceline.engine.graphs import Graphs
@@ -31,8 +33,10 @@ from paceline.models.qwen35 import Hidden, Qwen35
 from paceline.penalties import adjusted
 from paceline.sampling import pick
 from paceline.state.pool import LaneFork, SpanRows, StatePool, Txn
-from paceline.transfer import to_device
+from paceline.transfer import Arriving, to_device
 from paceline.types import Row
+
+log = logging.getLogger("paceline.engine")
 
 
 class Runner:
@@ -44,12 +48,16 @@ class Runner:
         *,
         graphs: Graphs | None = None,
         synthetic: SyntheticAcceptance | None = None,
+        draft_ahead: bool = False,
         nvtx: bool = False,
     ) -> None:
         """``graphs`` are captured decode forwards, run where one fits; ``synthetic`` replaces acceptance, in benchmarks
-        only; ``nvtx`` marks the stages of a round for a profiler."""
+        only; ``draft_ahead``: where a round says so, and there are graphs, draft for the next one before its results are
+        read; ``nvtx`` marks the stages of a round for a profiler."""
         self.target, self.drafter, self.pool = target, drafter, pool
         self.graphs, self.synthetic, self.nvtx = graphs, synthetic, nvtx
+        self.draft_ahead = draft_ahead and graphs is not None
+        self._drafted: tuple[DraftsAhead, _Marks] | None = None
 
     @property
     def ahead(self) -> bool:
@@ -62,12 +70,14 @@ class Runner:
         the engine: the device is lost, or it failed when the state had changed already. ``meanwhile`` is called when all
         has been launched and only the results are waited for."""
         clock, txn = _Clock(self.pool.device, self.nvtx), None
+        ahead = round.ahead and self.draft_ahead
+        drafted, self._drafted = self._drafted, None
         try:
-            spans = [*map(_verify_rows, round.verify), *map(_prompt_rows, round.prefill)]
+            spans = [*(_verify_rows(span, ahead) for span in round.verify), *map(_prompt_rows, round.prefill)]
             txn = self.pool.begin(spans, [LaneFork(fork.source, fork.lane) for fork in round.forks], packed=False)
             scores = Scores()
             with clock.stage("draft"):
-                drafts = self._draft(round.verify)
+                drafts = self._draft(round.verify, drafted, clock)
             with clock.stage("verify"):
                 verdict, broken = self._verify(round.verify, drafts, txn, scores)
             with clock.stage("prefill"):
@@ -82,20 +92,42 @@ class Runner:
                 raise  # the device is lost, and with it the state of every lane: the engine ends
             traceback.clear_frames(cause.__traceback__)  # they hold the round's tensors, and another try needs the memory
             raise RoundFailed(clock.current, cause) from cause
+        arriving = Arriving(results)
+        if ahead:
+            self._draft_ahead(round, verdict)
         if meanwhile is not None:
             meanwhile()
-        result = _read(round, results.tolist(), verdict.tokens.shape[1], scores)
+        result = _read(round, arriving.wait(), verdict.tokens.shape[1], scores)
         self.pool.settle(txn, [*map(len, result.verify), *(span.length for span in round.prefill)])
+        if self._drafted is not None:
+            self._drafted[0].settle(result.verify)
         return replace(result, times=clock.times())
 
-    def _draft(self, spans: tuple[VerifySpan, ...]) -> Tensor | None:
+    def _draft_ahead(self, round: Round, verdict: Verdict) -> None:
+        assert self.graphs is not None
+        clock = _Clock(self.pool.device, self.nvtx)
+        try:
+            with clock.stage("draft"):
+                drafts = draft_ahead(round, verdict, self.graphs)
+        except torch.AcceleratorError:
+            raise
+        except Exception:  # this round is done; the next one drafts for itself, and knows what to do if that fails
+            log.warning("drafting ahead failed", exc_info=True)
+            return
+        self._drafted = (drafts, clock.marks["draft"]) if drafts else None
+
+    def _draft(
+        self, spans: tuple[VerifySpan, ...], drafted: tuple[DraftsAhead, _Marks] | None, clock: _Clock
+    ) -> Tensor | None:
         """Drafts [D, B - 1] of the lanes that speculate in this round, and behind them the tokens that are known."""
         parts = []
         drafting = [span for span in spans if span.drafting]
         if drafting:
-            assert self.drafter is not None, "drafts planned without a drafter"
-            captured = self.graphs.draft(drafting) if self.graphs else None
-            drafts = captured if captured is not None else self.drafter.propose(drafting, self.pool)
+            drafts = drafted[0].of(drafting) if drafted else None
+            if drafts is not None and drafted is not None:
+                clock.earlier["draft"] = drafted[1]
+            else:
+                drafts = self._propose(drafting)
             parts.append(foretold(drafts[: len(drafting)], [(span.request, span.generated) for span in drafting]))
         known = [span.known for span in spans if span.known]
         if known:
@@ -104,6 +136,11 @@ class Runner:
                 row[: len(tokens)] = tokens
             parts.append(to_device(given, self.pool.device))
         return torch.cat(parts) if len(parts) > 1 else parts[0] if parts else None
+
+    def _propose(self, drafting: Sequence[VerifySpan]) -> Tensor:
+        assert self.drafter is not None, "drafts planned without a drafter"
+        captured = self.graphs.draft(drafting) if self.graphs else None
+        return captured if captured is not None else self.drafter.propose(drafting, self.pool)
 
     @property
     def _block_size(self) -> int:
@@ -239,8 +276,8 @@ def _recalling_rows(spans: Sequence[VerifySpan]) -> list[Row]:
     return rows
 
 
-def _verify_rows(span: VerifySpan) -> SpanRows:
-    return SpanRows(span.lane, span.start, span.length, "decode", drafting=span.drafting)
+def _verify_rows(span: VerifySpan, ahead: bool) -> SpanRows:
+    return SpanRows(span.lane, span.start, span.length, "decode", drafting=span.drafting, ahead=ahead)
 
 
 def _prompt_rows(span: PrefillSpan) -> SpanRows:
@@ -254,7 +291,9 @@ class _Clock:
         self.current = "begin"
         self._on_gpu = device.type == "cuda"
         self._nvtx = nvtx and self._on_gpu
-        self._marks: dict[str, tuple[_Mark, _Mark]] = {}
+        self.marks: dict[str, _Marks] = {}
+        self.earlier: dict[str, _Marks] = {}
+        """Of stages that ran before this round, which count instead."""
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -262,11 +301,11 @@ class _Clock:
         begin = self._mark()
         with torch.cuda.nvtx.range(name) if self._nvtx else nullcontext():
             yield
-        self._marks[name] = begin, self._mark()
+        self.marks[name] = begin, self._mark()
 
     def times(self) -> RoundTimes:
         """Waits for the device."""
-        return RoundTimes(**{name: _seconds(begin, end) for name, (begin, end) in self._marks.items()})
+        return RoundTimes(**{name: _seconds(begin, end) for name, (begin, end) in (self.marks | self.earlier).items()})
 
     def _mark(self) -> _Mark:
         if not self._on_gpu:
@@ -277,6 +316,7 @@ class _Clock:
 
 
 _Mark = float | torch.cuda.Event
+_Marks = tuple[_Mark, _Mark]
 
 
 def _seconds(begin: _Mark, end: _Mark) -> float:

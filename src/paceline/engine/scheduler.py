@@ -113,7 +113,8 @@ class Scheduler:
         self.admission.make_room(self.max_drafts + 1)
         self.admission.admit()
         decode, restore, prefill = self._verify_spans(), self._restoring_spans(), self._prefill_spans()
-        round = Round(decode + restore, prefill, self._forks(prefill))
+        ahead = any(span.drafting for span in decode) and not self.policy.probing and not any(span.final for span in prefill)
+        round = Round(decode + restore, prefill, self._forks(prefill), ahead)
         self._planned = round, self.clock()
         return round
 

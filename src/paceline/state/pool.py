@@ -29,13 +29,15 @@ from paceline.views import AttentionView, ContextView, GdnView, TargetViews
 
 @dataclass(frozen=True, slots=True)
 class SpanRows:
-    """Rows [start, start + length) of one lane; ``drafting`` lanes also get room for a drafter's block behind start."""
+    """Rows [start, start + length) of one lane. ``drafting`` lanes also get room for a drafter's block behind start, with
+    ``ahead`` behind whatever is kept."""
 
     lane: int
     start: int
     length: int
     kind: RowKind
     drafting: bool = False
+    ahead: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +205,7 @@ class StatePool:
         lane = self._lanes[span.lane]
         assert span.start == lane.committed, f"span at {span.start}, lane committed {lane.committed}"
         assert span.kind == "decode" or span.start % CHUNK_SIZE == 0, f"prompt chunk at {span.start}"
-        rows = max(span.length, self.shape.draft_rows if span.drafting else 0)
+        rows = max(span.length, (self.shape.draft_rows + span.ahead * span.length) if span.drafting else 0)
         missing = min(self.shape.reserve(span.start + span.length), pages_for(span.start + rows)) - len(lane.pages)
         assert len(lane.pages) + missing <= lane.reserved, "a lane outgrew its reservation"
         if missing > 0:

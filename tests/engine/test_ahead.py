@@ -1,0 +1,158 @@
+"""Drafts made before a round's results are read are those that the next round would have made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from paceline.bench.law import Workbench
+from paceline.bench.law_cases import Case
+from paceline.engine.ahead import DraftsAhead
+from paceline.engine.drafting import DFlashDrafter
+from paceline.engine.graphs import Graphs
+from paceline.engine.plan import PrefillSpan, Round, VerifySpan
+from paceline.engine.runner import Runner
+from paceline.transfer import to_device
+from paceline.types import Request
+
+
+class Uncaptured(Graphs):
+    """Drafts ahead, and has no graph for anything else."""
+
+    def __init__(self, runner: Runner) -> None:
+        self.runner, self.times = runner, 0
+
+    def verify(self, spans: Sequence[VerifySpan]) -> None:
+        return None
+
+    def prefill(self, spans: Sequence[PrefillSpan]) -> None:
+        return None
+
+    def draft(self, spans: Sequence[VerifySpan]) -> None:
+        return None
+
+    def draft_behind(self, spans: Sequence[VerifySpan], keep: Tensor, anchors: Tensor) -> Tensor:
+        self.times += 1
+        assert self.runner.drafter is not None
+        return self.runner.drafter.propose(_moved(spans, keep, anchors), self.runner.pool)
+
+
+class Watched(Runner):
+    """Counts what it drafts within rounds."""
+
+    proposed = 0
+
+    def _propose(self, drafting: Sequence[VerifySpan]) -> Tensor:
+        self.proposed += 1
+        return super()._propose(drafting)
+
+
+@pytest.fixture(scope="module")
+def bench() -> Workbench:
+    return Workbench()
+
+
+def demo(bench: Workbench, lanes: int) -> Runner:
+    return bench.parts(Case(f"{lanes} lanes", lanes=lanes, threads=1), {}).runner
+
+
+def watched(plain: Runner, graphs: Graphs, ahead: bool) -> Watched:
+    return Watched(plain.target, plain.drafter, plain.pool, graphs=graphs, draft_ahead=ahead)
+
+
+def _moved(spans: Sequence[VerifySpan], keep: Tensor, anchors: Tensor) -> list[VerifySpan]:
+    facts = zip(spans, keep.tolist(), anchors.tolist(), strict=True)
+    return [replace(span, start=span.start + kept, anchor=anchor) for span, kept, anchor in facts]
+
+
+def _request(name: str, temperature: float = 0.0) -> Request:
+    return Request(name, (5, 6, 7), temperature, 1.0, 0, 0.0, 11, 100)
+
+
+def test_inputs_advance_to_those_of_the_next_round(bench: Workbench) -> None:
+    plain = demo(bench, 4)
+    drafter, spare = plain.drafter, plain.pool.spare_lane
+    assert isinstance(drafter, DFlashDrafter)
+    spans = [VerifySpan(_request("a", 0.7), 0, 100, 17, 7), VerifySpan(_request("b"), 2, 5, 18, 3)]
+    keep, anchors = torch.tensor([8, 1]), torch.tensor([40, 41])
+    behind = _moved(spans, keep, anchors)
+    for lanes in (2, 4):  # two lanes are padding, which stays as it is
+        before, kinds, limits = drafter.pack(spans, lanes, spare)
+        packed = to_device(before.copy(), plain.pool.device)
+        drafter.unpack(packed, [0] * lanes, kinds, limits).advance(keep, anchors)
+        now, then, expected = (
+            drafter.unpack(torch.as_tensor(numbers), [0] * lanes, kinds, limits)
+            for numbers in (packed, before, drafter.pack(behind, lanes, spare)[0])
+        )
+        for part in (
+            lambda inputs: inputs.batch.positions.view(len(inputs.anchors), -1),
+            lambda inputs: inputs.rows.position.view(len(inputs.anchors), -1),
+            lambda inputs: inputs.batch.span_bases,
+            lambda inputs: inputs.anchors,
+        ):
+            assert torch.equal(part(now)[:2], part(expected)[:2]) and torch.equal(part(now)[2:], part(then)[2:])
+        assert int((packed != torch.as_tensor(before)).sum()) == 2 * (8 + 7 + 1 + 1)
+
+
+def test_drafts_are_found_by_request_position_and_anchor() -> None:
+    first, second = VerifySpan(_request("a"), 0, 10, 1, 7), VerifySpan(_request("b"), 1, 20, 2, 7)
+    ahead = DraftsAhead(torch.tensor([[1, 2], [3, 4], [0, 0]]), ((0, first), (2, second)))
+    ahead.settle([(5, 6), (9,), (7, 8, 9)])
+    a, b = replace(first, start=12, anchor=6), replace(second, start=23, anchor=9)
+    assert ahead.of([a, b]) is not None and torch.equal(ahead.of([a, b]), torch.tensor([[1, 2], [3, 4]]))  # type: ignore[arg-type]
+    assert torch.equal(ahead.of([b]), torch.tensor([[3, 4]]))  # type: ignore[arg-type]
+    assert torch.equal(ahead.of([b, a]), torch.tensor([[3, 4], [1, 2]]))  # type: ignore[arg-type]
+    for other in (replace(a, start=11), replace(a, anchor=5), replace(a, request=_request("c"))):
+        assert ahead.of([b, other]) is None
+
+
+@pytest.mark.parametrize("leaves", [None, 0, 1])
+def test_rounds_keep_the_same(bench: Workbench, leaves: int | None) -> None:
+    """Three rounds of two lanes, one of which leaves before the last, with drafts made ahead and without."""
+    kept, times, proposed = [], [], []
+    for ahead in (True, False):
+        plain = demo(bench, 2)
+        graphs, pool = Uncaptured(plain), plain.pool
+        runner = watched(plain, graphs, ahead)
+        requests = [_request("a"), _request("b", 0.9)]
+        lanes = [pool.admit(100) for _ in requests]
+        assert None not in lanes
+        prompts = tuple(PrefillSpan(r, lane or 0, 0, r.prompt, True) for r, lane in zip(requests, lanes, strict=True))
+        first = runner.run(Round((), prompts)).prefill
+        spans = [VerifySpan(p.request, p.lane, 3, token or 0, 7) for p, token in zip(prompts, first, strict=True)]
+        rounds = []
+        for number in range(3):
+            if number == 2 and leaves is not None:
+                pool.release(spans.pop(leaves).lane)
+            result = runner.run(Round(tuple(spans), (), ahead=True))
+            pool.check()
+            rounds.append(result.verify)
+            yields = zip(spans, result.verify, strict=True)
+            spans = [replace(span, start=span.start + len(t), anchor=t[-1]) for span, t in yields]
+        kept.append(rounds)
+        times.append(graphs.times)
+        proposed.append(runner.proposed)
+    assert kept[0] == kept[1] and max(len(tokens) for tokens in kept[0][0]) > 1
+    assert (times, proposed) == ([3, 0], [1, 3])
+
+
+def test_a_failure_ahead_is_left_to_the_next_round(bench: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = demo(bench, 1)
+    runner = watched(plain, Uncaptured(plain), ahead=True)
+
+    def fail(*_: object) -> Tensor:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(Uncaptured, "draft_behind", fail)
+    request, lane = _request("a"), plain.pool.admit(100)
+    assert lane is not None
+    (token,) = runner.run(Round((), (PrefillSpan(request, lane, 0, request.prompt, True),))).prefill
+    span = VerifySpan(request, lane, 3, token or 0, 7)
+    (tokens,) = runner.run(Round((span,), (), ahead=True)).verify
+    runner.run(Round((replace(span, start=3 + len(tokens), anchor=tokens[-1]),), (), ahead=True))
+    assert runner.proposed == 2
+    plain.pool.check()
