@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+_SPACE = re.compile(r"\s*")
 _OUTSIDE, _INSIDE = re.compile(r'["{}\[\]<]'), re.compile(r'["\\]')
 
 
@@ -25,9 +26,10 @@ def beginning_at_end(text: str, tags: Sequence[str]) -> int:
 
 
 def after_space(text: str, at: int) -> int:
-    while at < len(text) and text[at].isspace():
-        at += 1
-    return at
+    """Where the white space at ``at`` ends."""
+    space = _SPACE.match(text, at)
+    assert space is not None, "nothing at all is white space too"
+    return space.end()
 
 
 class JsonEnd:
