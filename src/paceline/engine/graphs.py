@@ -13,6 +13,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -184,7 +185,7 @@ class Captured:
     """What is launched within ``with``, as graphs: one, and another from each ``cut`` on. The host needs a while to launch a
     long graph; behind a short one, it has that while the device is at work."""
 
-    def __init__(self, memory: tuple[int, int], stream: torch.cuda.Stream) -> None:
+    def __init__(self, memory: Any, stream: torch.cuda.Stream) -> None:
         """``stream`` is where all that share ``memory`` are captured: what one gives back serves others of its stream."""
         self._memory, self._stream = memory, stream
         self._graphs: list[torch.cuda.CUDAGraph] = []
