@@ -25,7 +25,8 @@ _NO_END = -2
 def forced(picks: Tensor, rows: Sequence[Row], tokens: Tensor | None = None) -> Tensor:
     """``picks`` [R] with what is forced at the given rows; a copy if anything is. ``tokens`` [>= R] are the input tokens of
     the forward, which say what the drafts are. Nothing here waits for the device."""
-    ends = {row.request.id: _end_of_thought(row) for row in rows}  # looked for once, not for each row of a span
+    # looked for once, not for each row of a span
+    ends = {row.request.id: _forcing(row).end_of_thought(row.generated) for row in rows}
     cases = [(row, *_cases(row, ends[row.request.id])) for row in rows]
     cases = [case for case in cases if any(token != NONE for token in case[2])]
     if not cases:
@@ -66,7 +67,8 @@ def foretold(drafts: Tensor, lanes: Sequence[tuple[Request, Sequence[int]]]) -> 
 
 def _ahead(row: Row, count: int) -> list[int]:
     """What is forced at the next ``count`` tokens, if none of the free ones ends the thought."""
-    forcing, end, begin = _forcing(row), _end_of_thought(row), _forcing(row).thought(row.generated)
+    forcing = _forcing(row)
+    end, begin = forcing.end_of_thought(row.generated), forcing.thought(row.generated)
     if end is not None:
         tokens, first = forcing.opening, len(row.generated) - end
     elif forcing.budget is not None and begin is not None:
@@ -93,18 +95,6 @@ def _by_draft(ids: Tensor, sources: Tensor, end: Tensor, tokens: Tensor | None) 
     return ids.gather(1, first)[:, 0]
 
 
-def _end_of_thought(row: Row) -> int | None:
-    """How many of the tokens that the host knows the thought takes up; None if it goes on behind them."""
-    forcing = _forcing(row)
-    begin = forcing.thought(row.generated)
-    if begin is None:
-        return 0
-    try:
-        return row.generated.index(forcing.closing[-1], begin) + 1
-    except ValueError:
-        return None
-
-
 def _cases(row: Row, end_of_thought: int | None) -> tuple[int, list[int]]:
     """What is forced at a row: the token that ends the thought; what is forced if draft 0, 1, … is the first such token,
     and, last, if none is."""
@@ -116,7 +106,8 @@ def _cases(row: Row, end_of_thought: int | None) -> tuple[int, list[int]]:
     over = NONE if forcing.budget is None or begin is None else before - begin - forcing.budget
     after_draft = [_at(forcing.opening, drafts - at - 1) for at in range(drafts)]
     closing = _at(forcing.closing, over)
-    still_open = _NO_END if closing == NONE and forcing.opening else closing
+    must_answer = forcing.opening or row.request.structure
+    still_open = _NO_END if closing == NONE and must_answer else closing
     return forcing.closing[-1], [*after_draft, still_open]
 
 

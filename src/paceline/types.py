@@ -3,11 +3,12 @@ same objects travel inside a process and over a pipe."""
 
 from __future__ import annotations
 
+import json
 import secrets
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from paceline.errors import InvalidRequest
 
@@ -21,6 +22,57 @@ MAX_LOGPROBS = 20
 """How many of the likeliest tokens a request may ask for at each position."""
 MAX_CHOICES = 128
 """Answers to one prompt in one request."""
+MAX_STRUCTURE = 65_536
+"""Characters of a schema, an expression or a grammar: what bounds the time that it takes to compile."""
+
+
+@dataclass(frozen=True, slots=True)
+class Structure:
+    """What an answer's text must be: a JSON value of a schema, a match of a regular expression (in whole), or a sentence of
+    a grammar in GBNF or Lark. ``param`` is the field that errors name. Whether it can be compiled is seen later
+    (``paceline.structure``)."""
+
+    kind: Literal["json", "regex", "grammar"]
+    text: str
+    param: str = field(default="structure", compare=False)
+
+    def __post_init__(self) -> None:
+        if len(self.text) > MAX_STRUCTURE:
+            raise InvalidRequest(
+                f"{self.param} may have {MAX_STRUCTURE} characters, it has {len(self.text)}", param=self.param
+            )
+
+    @classmethod
+    def json(cls, schema: Mapping[str, Any] | str, param: str = "structure") -> Structure:
+        """``schema`` is JSON Schema, as an object or as its text."""
+        if isinstance(schema, str):
+            return cls("json", schema, param)
+        try:
+            return cls("json", json.dumps(schema, ensure_ascii=False, allow_nan=False), param)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise InvalidRequest(f"{param} is not a JSON schema: {error}", param=param) from None
+
+    @classmethod
+    def json_object(cls, param: str = "structure") -> Structure:
+        """Any JSON object."""
+        return cls("json", '{"type":"object"}', param)
+
+    @classmethod
+    def regex(cls, expression: str, param: str = "structure") -> Structure:
+        """In Rust's syntax, without look-around and back-references."""
+        return cls("regex", expression, param)
+
+    @classmethod
+    def choice(cls, texts: Sequence[str], param: str = "structure") -> Structure:
+        """One of these texts."""
+        if not texts or any(not isinstance(text, str) or not text for text in texts):
+            raise InvalidRequest(f"{param} must hold non-empty texts", param=param)
+        return cls("grammar", "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in texts), param)
+
+    @classmethod
+    def grammar(cls, text: str, param: str = "structure") -> Structure:
+        """GBNF, which begins at ``root``, or Lark, which begins at ``start``."""
+        return cls("grammar", text, param)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +86,8 @@ class SamplingParams:
     ``banned_token_ids`` never are; where ``allowed_token_ids`` are given, only they. See ``paceline.penalties``.
     ``n`` answers are made to one prompt; they share the seed, and each draws noise of its own. ``logprobs`` asks for the
     logprob of every generated token and for as many of the likeliest (0: none of these), ``prompt_logprobs`` for the same of
-    the prompt's tokens. See ``paceline.logprobs``.
+    the prompt's tokens. See ``paceline.logprobs``. The answer's text is one of ``structure``, if there is any; see
+    ``paceline.structure``.
     """
 
     temperature: float = 1.0
@@ -56,6 +109,7 @@ class SamplingParams:
     n: int = 1
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    structure: Structure | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -93,6 +147,12 @@ class SamplingParams:
             _number("logit_bias", bias, -100.0, 100.0)
         if not isinstance(self.ignore_eos, bool):
             raise InvalidRequest(f"ignore_eos must be true or false, got {self.ignore_eos!r}", param="ignore_eos")
+        if self.structure is not None:
+            if not isinstance(self.structure, Structure):
+                raise InvalidRequest(f"structure must be a Structure, got {self.structure!r}", param="structure")
+            if self.ignore_eos:
+                message = f"ignore_eos cannot go with {self.structure.param}, which tells where the answer ends"
+                raise InvalidRequest(message, param="ignore_eos")
 
 
 def _number(name: str, value: object, low: float, high: float, *, low_open: bool = False) -> None:
@@ -163,8 +223,8 @@ class Forcing:
     ``opening`` are the answer's first tokens. A thought goes before the answer if the prompt ends inside one (``thinking``)
     or the first generated token is ``begin``; it ends with the first token that equals the last of ``closing``. Once it has
     ``budget`` tokens without that, ``closing`` is forced. The opening then follows the thought; where there is one, a token
-    that would end the request inside the thought becomes the thought's end. ``closing`` may be empty only where there can be
-    no thought.
+    that would end the request inside the thought becomes the thought's end; so it does where the answer has a structure.
+    ``closing`` may be empty only where there can be no thought.
     """
 
     opening: tuple[int, ...] = ()
@@ -178,6 +238,16 @@ class Forcing:
         if self.thinking:
             return 0
         return 1 if generated and generated[0] == self.begin else None
+
+    def end_of_thought(self, generated: Sequence[int]) -> int | None:
+        """How many of the generated tokens the thought takes up, 0 without one; None if it goes on behind them."""
+        begin = self.thought(generated)
+        if begin is None:
+            return 0
+        try:
+            return generated.index(self.closing[-1], begin) + 1
+        except ValueError:
+            return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +272,7 @@ class Request:
     speculate: bool = True
     adjust: Adjustments | None = None
     forcing: Forcing | None = None
+    structure: Structure | None = None
     choice: int = 0
     group: str | None = None
     logprobs: int | None = None
@@ -212,7 +283,7 @@ class Request:
     @property
     def recalls(self) -> bool:
         """Whether what may be drawn depends on the tokens generated before."""
-        return self.adjust is not None or self.forcing is not None
+        return self.adjust is not None or self.forcing is not None or self.structure is not None
 
     @classmethod
     def create(cls, prompt: Sequence[int], sampling: SamplingParams, info: EngineInfo) -> Request:
@@ -231,6 +302,7 @@ class Request:
             max_tokens=room if sampling.max_tokens is None else min(sampling.max_tokens, room),
             stop_ids=frozenset((*ends, *sampling.stop_token_ids)),
             adjust=Adjustments.of(prompt, sampling, info.vocab_size),
+            structure=sampling.structure,
             logprobs=sampling.logprobs,
             prompt_logprobs=sampling.prompt_logprobs,
         )

@@ -130,7 +130,10 @@ class Workbench:
         graphs = Graphs(target, drafter, pool) if case.cuda_graphs and pool.device.type == "cuda" else None
         arithmetic = describe(options)
         info = replace(loaded.info, arithmetic=arithmetic, fingerprint=fingerprint(arithmetic), max_concurrency=case.lanes)
-        return EngineParts(Runner(target, drafter, pool, graphs=graphs, draft_ahead=case.draft_ahead), scheduler, info)
+        runner = Runner(
+            target, drafter, pool, graphs=graphs, structures=loaded.runner.structures, draft_ahead=case.draft_ahead
+        )
+        return EngineParts(runner, scheduler, info)
 
     def _drafter(self, case: Case, loaded: EngineParts, references: Mapping[str, Answers]) -> Drafter:
         drafter, target = loaded.runner.drafter, loaded.runner.target

@@ -23,6 +23,7 @@ from paceline.engine.pacing import Pacer
 from paceline.engine.policy import make_policy
 from paceline.engine.runner import Runner
 from paceline.engine.scheduler import Scheduler
+from paceline.engine.structures import Structures
 from paceline.engine.synthetic import SyntheticAcceptance
 from paceline.engine.warmup import warm_up
 from paceline.engine.window import effective_drafter, window_line
@@ -31,6 +32,7 @@ from paceline.models.dflash import DFlash
 from paceline.models.qwen35 import Qwen35, key_head_of
 from paceline.state.pool import StatePool
 from paceline.state.shapes import StateShape, kv_bytes_per_token, lane_bytes
+from paceline.structure import Compiler
 from paceline.types import EngineInfo
 from paceline.weights.load import Checkpoint, check_pair, fill, open_drafter, open_target
 
@@ -111,6 +113,7 @@ def build(options: EngineOptions, drafter: Drafter | None = None) -> EngineParts
         drafter,
         pool,
         graphs=graphs,
+        structures=Structures(Compiler(target_file.tokenizer(), info.vocab_size, info.eos_ids)),
         synthetic=_synthetic(options, drafter),
         draft_ahead=options.draft_ahead,
         nvtx=options.nvtx,

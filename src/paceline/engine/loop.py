@@ -34,6 +34,8 @@ class Stop:
 
 
 Message = Submit | Cancel | Stop
+_COMPILING_SECONDS = 0.002
+"""How often an idle engine looks whether a structure has been compiled."""
 
 
 class Inbox(Protocol):
@@ -58,12 +60,14 @@ class EngineLoop:
         self.coalesce_seconds, self.observe = coalesce_seconds, observe
         self._stopping = False
         self._unsent: list[Emission] = []
+        self._compiling: list[Request] = []  # in the order in which they came
         self._most: float = math.inf  # requests at the same time since the engine was last idle
 
     def run(self) -> None:
         """Until ``Stop``; whatever has not ended then is cancelled."""
         while not self._stopping:
             self._turn()
+        self._unsent += [Emission(request.id, (), "cancelled") for request in self._compiling]
         self._unsent += [e for request_id in self.scheduler.requests() for e in self.scheduler.cancel(request_id)]
         self._send()
 
@@ -92,17 +96,17 @@ class EngineLoop:
         """Handle what has come in. From idle, the first request opens a short window in which others may join it, as many as
         there were the last time: who is alone need not wait."""
         if not self.scheduler.idle:
-            emissions = self._drain(0.0)
+            emissions = self._drain(0.0) + self._compiled()
             self._most = max(self._most, len(self.scheduler.requests()))
             return emissions
-        emissions = self._handle(self.inbox.get(None))
+        emissions = self._handle(self.inbox.get(_COMPILING_SECONDS if self._compiling else None)) + self._compiled()
         deadline = time.monotonic() + self.coalesce_seconds
         while not self.scheduler.idle and not self._stopping:
             wait = deadline - time.monotonic() if len(self.scheduler.requests()) < self._most else 0.0
             message = self.inbox.get(max(0.0, wait))
             if message is None:
                 break
-            emissions += self._handle(message)
+            emissions += self._handle(message) + self._compiled()
         self._most = len(self.scheduler.requests()) or self._most
         return emissions
 
@@ -115,15 +119,36 @@ class EngineLoop:
     def _handle(self, message: Message | None) -> list[Emission]:
         match message:
             case Submit(request):
-                try:
-                    self.scheduler.add(request)
-                except InvalidRequest as error:
-                    return [Emission(request.id, (), "error", None, error.message)]
+                if not self.runner.ready(request):
+                    self._compiling.append(request)
+                    return []
+                return self._added(request)
             case Cancel(request_id):
+                waiting, self._compiling = self._compiling, [one for one in self._compiling if one.id != request_id]
+                if len(waiting) > len(self._compiling):
+                    return [Emission(request_id, (), "cancelled")]
                 return self.scheduler.cancel(request_id)
             case Stop():
                 self._stopping = True
         return []
+
+    def _added(self, request: Request) -> list[Emission]:
+        try:
+            self.scheduler.add(request)
+        except InvalidRequest as error:
+            return [Emission(request.id, (), "error", None, error.message)]
+        return []
+
+    def _compiled(self) -> list[Emission]:
+        """Add the requests whose structures have been compiled meanwhile."""
+        waiting, self._compiling = self._compiling, []
+        emissions = []
+        for request in waiting:
+            if self.runner.ready(request):
+                emissions += self._added(request)
+            else:
+                self._compiling.append(request)
+        return emissions
 
     # -- rounds --------------------------------------------------------------------------------------------------------
 

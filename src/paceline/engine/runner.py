@@ -26,6 +26,7 @@ from paceline.engine.plan import PrefillSpan, Round, RoundFailed, RoundResult, R
 from paceline.engine.prompts import prefill_forward, prompt_inputs
 from paceline.engine.rows import Draw, sampling_rows
 from paceline.engine.scores import Scores
+from paceline.engine.structures import Path, Permits, Structures, paths
 from paceline.engine.synthetic import SyntheticAcceptance
 from paceline.forcing import forced, foretold
 from paceline.logprobs import ROWS_AT_ONCE
@@ -33,8 +34,9 @@ from paceline.models.qwen35 import Hidden, Qwen35
 from paceline.penalties import adjusted
 from paceline.sampling import pick
 from paceline.state.pool import LaneFork, SpanRows, StatePool, Txn
+from paceline.structure import permitted
 from paceline.transfer import Arriving, to_device
-from paceline.types import Row
+from paceline.types import Request, Row
 
 log = logging.getLogger("paceline.engine")
 
@@ -47,15 +49,16 @@ class Runner:
         pool: StatePool,
         *,
         graphs: Graphs | None = None,
+        structures: Structures | None = None,
         synthetic: SyntheticAcceptance | None = None,
         draft_ahead: bool = False,
         nvtx: bool = False,
     ) -> None:
-        """``graphs`` are captured decode forwards, run where one fits; ``synthetic`` replaces acceptance, in benchmarks
-        only; ``draft_ahead``: where a round says so, and there are graphs, draft for the next one before its results are
-        read; ``nvtx`` marks the stages of a round for a profiler."""
+        """``graphs`` are captured decode forwards, run where one fits; ``structures`` are of requests that have one;
+        ``synthetic`` replaces acceptance, in benchmarks only; ``draft_ahead``: where a round says so, and there are graphs,
+        draft for the next one before its results are read; ``nvtx`` marks the stages of a round for a profiler."""
         self.target, self.drafter, self.pool = target, drafter, pool
-        self.graphs, self.synthetic, self.nvtx = graphs, synthetic, nvtx
+        self.graphs, self.structures, self.synthetic, self.nvtx = graphs, structures, synthetic, nvtx
         self.draft_ahead = draft_ahead and graphs is not None
         self._drafted: tuple[DraftsAhead, _Marks] | None = None
 
@@ -63,6 +66,10 @@ class Runner:
     def ahead(self) -> bool:
         """Whether the host has time while the device computes a round."""
         return self.pool.device.type == "cuda"
+
+    def ready(self, request: Request) -> bool:
+        """Whether rounds may have this request; one with a structure has to wait until that is compiled."""
+        return self.structures is None or self.structures.ready(request)
 
     @torch.inference_mode()
     def run(self, round: Round, meanwhile: Callable[[], None] | None = None) -> RoundResult:
@@ -72,6 +79,8 @@ class Runner:
         clock, txn = _Clock(self.pool.device, self.nvtx), None
         ahead = round.ahead and self.draft_ahead
         drafted, self._drafted = self._drafted, None
+        if self.structures is not None:
+            self.structures.begin([*(span.request for span in round.verify), *(span.request for span in round.prefill)])
         try:
             spans = [*(_verify_rows(span, ahead) for span in round.verify), *map(_prompt_rows, round.prefill)]
             txn = self.pool.begin(spans, [LaneFork(fork.source, fork.lane) for fork in round.forks], packed=False)
@@ -154,6 +163,8 @@ class Runner:
         if not spans:
             none = torch.zeros(0, dtype=torch.long, device=self.pool.device)
             return Verdict(none, none.view(0, 1), none), none
+        following = any(span.drafting and span.request.structure is not None for span in spans)
+        told = Arriving(drafts) if drafts is not None and following else None
         captured = self.graphs.verify(spans) if self.graphs else None
         if captured is not None:
             inputs = captured.inputs
@@ -164,7 +175,8 @@ class Runner:
             logits = verify_forward(self.target, self.drafter, tokens, inputs.half)
         txn.decode = inputs.half
         draws = [(span.request, span.start + row + 1) for span in spans for row in range(span.length)]
-        picks = _drawn(logits[: len(draws)], draws, _recalling_rows(spans), tokens)
+        permits = self._permits(paths(spans, told.wait() if told else ()))
+        picks = _drawn(logits[: len(draws)], draws, _recalling_rows(spans), tokens, permits)
         scores.add(logits, picks, [request for request, _ in draws])
         verdict, at = self._accept(spans, inputs, tokens, picks)
         kept = torch.arange(at.shape[1], device=at.device) < verdict.keep.unsqueeze(1)
@@ -215,9 +227,17 @@ class Runner:
         fresh = [Row(at, request, ()) for at, request in enumerate(requests) if request.recalls]
         logits = self.target.logits(hidden.rows(rows))
         draws = [(request, len(request.prompt)) for request in requests]
-        first = _drawn(logits, draws, fresh)
+        permits = self._permits([Path(request, at) for at, request in enumerate(requests) if request.structure is not None])
+        first = _drawn(logits, draws, fresh, permits=permits)
         scores.add(logits, first, requests)
         return first, _broken(logits)
+
+    def _permits(self, paths: Sequence[Path]) -> Permits | None:
+        """Host work, done while the device computes the logits."""
+        if not paths:
+            return None
+        assert self.structures is not None, "a structure, and nothing that knows the tokens"
+        return self.structures.permits(paths)
 
     def _score_prompt(self, span: PrefillSpan, hidden: Hidden, first: int, scores: Scores) -> None:
         """Score the prompt's tokens behind those of the span, whose rows begin at row ``first``."""
@@ -258,9 +278,17 @@ def _read(round: Round, read: list[int], width: int, scores: Scores) -> RoundRes
     return RoundResult(tokens, of_prompts, RoundTimes(), tuple(forks), logprobs, prompt_logprobs, broken)
 
 
-def _drawn(logits: Tensor, draws: Sequence[Draw], recalling: Sequence[Row], tokens: Tensor | None = None) -> Tensor:
-    """The token of each draw, [R]: by the logits, adjusted, and by what is forced at the rows that recall earlier tokens."""
-    chosen_from = adjusted(logits, [row for row in recalling if row.request.adjust], tokens)
+def _drawn(
+    logits: Tensor,
+    draws: Sequence[Draw],
+    recalling: Sequence[Row],
+    tokens: Tensor | None = None,
+    permits: Permits | None = None,
+) -> Tensor:
+    """The token of each draw, [R]: by the logits, of tokens that are permitted, adjusted, and by what is forced at the rows
+    that recall earlier tokens."""
+    chosen_from = permitted(logits, permits.rows, permits.words) if permits else logits
+    chosen_from = adjusted(chosen_from, [row for row in recalling if row.request.adjust], tokens)
     picks = pick(chosen_from, sampling_rows(draws, logits.device))
     return forced(picks, [row for row in recalling if row.request.forcing], tokens)
 
