@@ -8,12 +8,10 @@ three kinds are captured in such an order that what the commit reads of a round'
 
 from __future__ import annotations
 
-import gc
 import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,8 +44,6 @@ _ROW_STEP = 8
 _FINE_ROWS = 64
 _COARSE_STEP = 32
 _TIMED_RUNS = 3
-_FIRST_LAYERS = 4
-"""Layers of the target that are captured in a graph of their own."""
 _GRAPH_PROMPT_ROWS = (128, 256, 512)
 _GRAPH_PROMPTS = 4
 
@@ -62,7 +58,7 @@ class Graphs:
         self._span_buckets = span_buckets(pool.shape.lanes)
         shapes = decode_shapes(pool.shape.lanes, block)
         drafted = self._span_buckets if isinstance(drafter, DFlashDrafter) else ()
-        self._memory, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(pool.device)
+        self._memory = torch.cuda.graph_pool_handle()
         vocab = target.config.vocab_size
         self._logits = torch.empty(max(shape.rows for shape in shapes), vocab, device=pool.device)
         self._verify: dict[int, list[CapturedVerify]] = {}
@@ -160,59 +156,22 @@ class Graphs:
         graph, _ = self._captured(forward)
         return CapturedPrefill(shape, graph, packed, inputs, hidden[0], pool.spare_lane)
 
-    def _captured(self, forward: Callable[[], None]) -> tuple[Captured, float]:
-        """The forward, and seconds per run. The first call compiles what has to be compiled."""
+    def _captured(self, forward: Callable[[], None]) -> tuple[torch.cuda.CUDAGraph, float]:
+        """The graph, and seconds per run. The first call compiles what has to be compiled."""
         forward()
         torch.cuda.synchronize(self._pool.device)
-        captured = Captured(self._memory, self._stream)
-        cut = self._target.layers[min(_FIRST_LAYERS, len(self._target.layers) - 1)].register_forward_pre_hook(captured.cut)
-        try:
-            with captured:
-                forward()
-        finally:
-            cut.remove()
+        graph = torch.cuda.CUDAGraph()
+        # what other threads do on their streams is no part of it: another engine may be running
+        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
+            forward()
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        captured.replay()
+        graph.replay()
         begin.record()
         for _ in range(_TIMED_RUNS):
-            captured.replay()
+            graph.replay()
         end.record()
         end.synchronize()
-        return captured, begin.elapsed_time(end) / 1000.0 / _TIMED_RUNS
-
-
-class Captured:
-    """What is launched within ``with``, as graphs: one, and another from each ``cut`` on. The host needs a while to launch a
-    long graph; behind a short one, it has that while the device is at work."""
-
-    def __init__(self, memory: Any, stream: torch.cuda.Stream) -> None:
-        """``stream`` is where all that share ``memory`` are captured: what one gives back serves others of its stream."""
-        self._memory, self._stream = memory, stream
-        self._graphs: list[torch.cuda.CUDAGraph] = []
-
-    def __enter__(self) -> None:
-        gc.collect()  # a graph that is freed during a capture spoils it
-        torch.cuda.synchronize()
-        self._outside = torch.cuda.current_stream()
-        torch.cuda.set_stream(self._stream)
-        self._begin()
-
-    def __exit__(self, *_: object) -> None:
-        self._graphs[-1].capture_end()
-        torch.cuda.set_stream(self._outside)
-
-    def cut(self, *_: object) -> None:
-        self._graphs[-1].capture_end()
-        self._begin()
-
-    def replay(self) -> None:
-        for graph in self._graphs:
-            graph.replay()
-
-    def _begin(self) -> None:
-        self._graphs.append(torch.cuda.CUDAGraph())
-        # what other threads do on their streams is no part of it: another engine may be running
-        self._graphs[-1].capture_begin(pool=self._memory, capture_error_mode="thread_local")
+        return graph, begin.elapsed_time(end) / 1000.0 / _TIMED_RUNS
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +179,7 @@ class CapturedVerify:
     """A verify forward; ``packed``, ``tokens`` and ``logits`` are where it reads and writes."""
 
     shape: DecodeShape
-    graph: Captured
+    graph: torch.cuda.CUDAGraph
     seconds: float
     packed: Tensor
     inputs: DecodeInputs
@@ -245,7 +204,7 @@ class CapturedPrefill:
     """A prefill forward; ``packed`` is where it reads, ``hidden`` and the views of ``inputs`` where it writes."""
 
     shape: PromptShape
-    graph: Captured
+    graph: torch.cuda.CUDAGraph
     packed: Tensor
     inputs: PromptInputs
     hidden: Hidden
@@ -268,7 +227,7 @@ class CapturedDraft:
 
     drafter: DFlashDrafter
     lanes: int
-    graph: Captured
+    graph: torch.cuda.CUDAGraph
     seconds: float
     packed: Tensor
     inputs: DraftInputs

@@ -467,9 +467,8 @@ def gdn_prefill(
         **strides,
         num_warps=4,
         num_stages=1,
-        **pdl(q.device),
     )
-    _invert[len(sizes), heads](inverse, HEADS=heads, num_warps=1, **pdl(q.device))
+    _invert[len(sizes), heads](inverse, HEADS=heads, num_warps=1)
     _walk[triton.cdiv(dv, _WALK_COLUMNS), heads, batch.num_spans](
         q,
         k,
@@ -496,7 +495,6 @@ def gdn_prefill(
         **strides,
         num_warps=_WALK_WARPS,
         num_stages=1,
-        **pdl(q.device),
     )
     return out, after
 
@@ -528,10 +526,8 @@ def _prepare(
     DK: tl.constexpr,
     BLOCK: tl.constexpr,
     PRECISION: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """Of one chunk and head: sums of g, the strictly lower triangle of beta KKᵀ e^(Gi - Gj), and QKᵀ e^(Gi - Gj)."""
-    await_turn(PDL)
     head, chunk = tl.program_id(1), tl.program_id(0).to(tl.int64)
     at = tl.arange(0, _CHUNK)
     live = at < tl.load(sizes + chunk)
@@ -557,9 +553,8 @@ def _prepare(
 
 
 @triton.jit
-def _invert(matrix, HEADS: tl.constexpr, PDL: tl.constexpr):
+def _invert(matrix, HEADS: tl.constexpr):
     """A <- (I + A)⁻¹ in place: the diagonal blocks of 16, then each block below them from those to its right and above."""
-    await_turn(PDL)
     a = matrix + (tl.program_id(0).to(tl.int64) * HEADS + tl.program_id(1)) * (_CHUNK * _CHUNK)
     t00, t11 = _leaf(a, 0), _leaf(a, 1)
     t10 = -_mm(t11, _mm(_load(a, 1, 0), t00))
@@ -645,11 +640,9 @@ def _walk(
     PART: tl.constexpr,
     COLUMNS: tl.constexpr,
     PRECISION: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """Some columns of a head's state through the chunks of one span: with T the inverse and S the state before a chunk,
     value = T beta (V - e^G K S), o = e^G Q S + scores value, S <- e^Glast S + (e^(Glast - G) K)ᵀ value."""
-    await_turn(PDL)
     head, span = tl.program_id(1), tl.program_id(2)
     at, at_k = tl.arange(0, _CHUNK), tl.arange(0, PART)
     at_v = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)

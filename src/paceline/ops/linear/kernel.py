@@ -465,9 +465,8 @@ def _expand(codes, high, scales, d, out, blocks, UNIT: tl.constexpr, FORM: tl.co
 
 
 @triton.jit
-def _undo_scaling(out, factors, outputs, scale, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _undo_scaling(out, factors, outputs, scale, BLOCK: tl.constexpr):
     """Multiply a row by its factor; nearly all are one and cost nothing."""
-    await_turn(PDL)
     row = tl.program_id(0)
     factor = tl.load(factors + row) * scale
     if factor != 1.0:
@@ -571,7 +570,7 @@ def _prefill(x: Rows, weight: TiledWeight) -> Tensor:
     for rows in _panels(x.rows, heights):
         _multiply_panel(x.values[rows, : weight.columns], dense, out[rows])
     block = 4096
-    _undo_scaling[(x.rows, -(-outputs // block))](out, x.factors, outputs, weight.scale, BLOCK=block, **pdl(x.device))
+    _undo_scaling[(x.rows, -(-outputs // block))](out, x.factors, outputs, weight.scale, BLOCK=block)
     return out[: x.rows]
 
 
