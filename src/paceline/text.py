@@ -50,10 +50,14 @@ class StopStrings:
         self._borders = tuple(_borders(stop) for stop in self._stops)
         self._matched = [0] * len(self._stops)
         self._held = ""
-        self.stopped = False
+        self.found: str | None = None
+
+    @property
+    def stopped(self) -> bool:
+        return self.found is not None
 
     def push(self, text: str) -> str:
-        """Text that can be shown now. Once a stop string is complete, ``stopped`` is set and nothing more is shown."""
+        """Text that can be shown now. Once a stop string is complete, it is ``found`` and nothing more is shown."""
         if self.stopped:
             return ""
         buffered = self._held + text
@@ -62,7 +66,7 @@ class StopStrings:
         for end, character in enumerate(text, start=len(self._held) + 1):
             complete = self._advance(character)
             if complete:
-                self.stopped, self._held = True, ""
+                self.found, self._held = buffered[end - complete : end], ""
                 return buffered[: end - complete]
         visible = len(buffered) - max(self._matched)
         self._held = buffered[visible:]
@@ -129,6 +133,11 @@ class TextStream:
         self._decoded = self._shown = 0
         self._undecoded: list[int] = []
         self._unreleased: deque[tuple[int, int]] = deque()
+
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended the text."""
+        return self._stops.found
 
     def push(self, tokens: Iterable[int]) -> TextDelta:
         """Add a burst. After a stop string nothing counts: the delta is empty and says ``stopped``."""

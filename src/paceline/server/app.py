@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
-from collections.abc import AsyncGenerator
 from typing import Any
 
 from fastapi import APIRouter, Depends, FastAPI, Request
@@ -14,25 +12,17 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
-from paceline.errors import InvalidRequest, LaneFailed, PacelineError
-from paceline.parsing import Event
-from paceline.server.aligned import ScoredToken
+from paceline.errors import InvalidRequest, PacelineError
 from paceline.server.http import EveryRequest, KeyCheck, error_response, json_response, read_body
-from paceline.server.protocol import (
-    UnknownModel,
-    parse_chat,
-    parse_completion,
-    parse_json,
-)
-from paceline.server.replies import ChatReply, Choice, CompletionReply, Reply, error_object, printable, usage
-from paceline.server.service import Generation, Service
-from paceline.server.sse import DONE, EventStream, event, unless, unless_disconnected
+from paceline.server.protocol import UnknownModel, parse_chat, parse_completion, parse_json
+from paceline.server.replies import ChatReply, CompletionReply, printable
+from paceline.server.respond import respond
+from paceline.server.service import Service
+from paceline.server.sse import unless, unless_disconnected
 from paceline.server.utilities import utilities
 
 CLIENT_CLOSED_REQUEST = 499
 """The status that metrics show for a client that left before its reply; nobody receives it."""
-
-logger = logging.getLogger("paceline.server")
 
 
 def create_app(service: Service) -> FastAPI:
@@ -67,21 +57,20 @@ def _api(service: Service) -> APIRouter:
 
     @router.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
-        arrived = time.monotonic()
-        reply = ChatReply(service.info)
+        arrived, info = time.monotonic(), service.info
         body = await unless(service.closing(), read_body(request, service.options))
         chat = await service.work(len(body), lambda: parse_chat(parse_json(body)))
         generation = await unless_disconnected(request.receive, service.chat(chat, len(body), arrived))
-        return await _respond(service, request, generation, reply, chat.stream, chat.include_usage)
+        return await respond(service, request, generation, ChatReply(info, chat.include_usage), chat.stream)
 
     @router.post("/v1/completions")
     async def completions(request: Request) -> Response:
-        arrived = time.monotonic()
-        reply = CompletionReply(service.info)
+        arrived, info = time.monotonic(), service.info
         body = await unless(service.closing(), read_body(request, service.options))
         completion = await service.work(len(body), lambda: parse_completion(parse_json(body)))
         generation = await unless_disconnected(request.receive, service.complete(completion, len(body), arrived))
-        return await _respond(service, request, generation, reply, completion.stream, completion.include_usage)
+        reply = CompletionReply(info, completion.include_usage)
+        return await respond(service, request, generation, reply, completion.stream)
 
     def model_card() -> dict[str, Any]:
         info = service.info
@@ -123,71 +112,17 @@ def _operations(service: Service) -> APIRouter:
     return router
 
 
-async def _respond(
-    service: Service, request: Request, generation: Generation, reply: Reply, stream: bool, include_usage: bool
-) -> Response:
-    if stream:
-        events = _events(generation, reply, include_usage)
-        return EventStream(events, lambda: service.close(generation))
-    try:
-        return json_response(await unless_disconnected(request.receive, _whole(generation, reply)))
-    finally:
-        service.close(generation)
-
-
-async def _whole(generation: Generation, reply: Reply) -> dict[str, Any]:
-    texts: list[list[str]] = [[] for _ in range(generation.choices)]
-    logprobs: list[list[ScoredToken]] = [[] for _ in range(generation.choices)]
-    events: list[list[Event]] = [[] for _ in range(generation.choices)]
-    choices: dict[int, Choice] = {}
-    async for delta in generation.deltas():
-        texts[delta.index].append(delta.text)
-        events[delta.index].extend(delta.events)
-        logprobs[delta.index].extend(delta.logprobs)
-        if delta.finish_reason is not None:
-            scores = logprobs[delta.index] if generation.scored else None
-            text = "".join(texts[delta.index])
-            choices[delta.index] = Choice(text, delta.finish_reason, scores, events[delta.index])
-    ordered = [choices[index] for index in range(generation.choices)]
-    return reply.final(ordered, _usage(generation))
-
-
-def _usage(generation: Generation) -> dict[str, Any]:
-    return usage(generation.prompt_tokens, generation.completion_tokens, generation.thought_tokens)
-
-
-async def _events(generation: Generation, reply: Reply, include_usage: bool) -> AsyncGenerator[bytes, None]:
-    """The stream of a reply. An error after the first byte cannot change the status: it becomes the last event."""
-    # OpenAI's clients expect the key in every chunk once they have asked for usage.
-    no_usage: dict[str, Any] = {"usage": None} if include_usage else {}
-    try:
-        for chunk in reply.opening(generation.choices):
-            yield event(chunk | no_usage)
-        async for delta in generation.deltas():
-            for chunk in reply.chunks(delta.index, delta.text, delta.events, delta.logprobs):
-                yield event(chunk | no_usage)
-            if delta.finish_reason is not None:
-                yield event(reply.end(delta.index, delta.finish_reason) | no_usage)
-        if include_usage:
-            yield event(reply.usage_chunk(_usage(generation)))
-        yield DONE
-    except PacelineError as error:
-        yield event(error_object(error))
-    except Exception:
-        logger.exception("a stream failed")
-        yield event(error_object(LaneFailed("internal error")))
-
-
 async def _on_paceline_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, PacelineError)
-    return error_response(error)
+    return error_response(error, request.url.path)
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
     """What routing finds wrong: no such route (404), another method (405)."""
     assert isinstance(error, HTTPException)
     shaped = InvalidRequest(f"{error.detail}: {request.method} {request.url.path}")
-    return json_response(error_object(shaped), error.status_code, dict(error.headers or {}))
+    shaped.status, shaped.headers = error.status_code, error.headers or {}
+    return error_response(shaped, request.url.path)
 
 
 async def _on_disconnect(request: Request, error: Exception) -> Response:

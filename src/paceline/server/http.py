@@ -21,7 +21,7 @@ from paceline.logs import event, request_id
 from paceline.server.metrics import Metrics
 from paceline.server.options import ServerOptions
 from paceline.server.protocol import BodyTooLarge, HeadersTooLarge, UnsupportedMediaType
-from paceline.server.replies import dump, error_object
+from paceline.server.replies import anthropic_error_object, dump, error_object
 
 MAX_HEADERS = 100
 MAX_HEADER_BYTES = 32 * 1024
@@ -36,10 +36,17 @@ def json_response(value: dict[str, Any] | list[Any], status: int = 200, headers:
     return Response(dump(value), status, headers, media_type="application/json")
 
 
-def error_response(error: PacelineError) -> Response:
-    """The reply for an error, which is logged by its code: its message may quote the request."""
+def error_response(error: PacelineError, path: str) -> Response:
+    """The reply for an error, in the words of the API to which the path belongs. It is logged by its code: its message may
+    quote the request."""
     event(logger, "answered with an error", status=error.status, code=error.code)
-    return json_response(error_object(error), error.status, dict(error.headers))
+    if not _is_anthropic(path):
+        return json_response(error_object(error), error.status, dict(error.headers))
+    return json_response(anthropic_error_object(error) | {"request_id": request_id.get()}, error.status, dict(error.headers))
+
+
+def _is_anthropic(path: str) -> bool:
+    return path == "/v1/messages" or path.startswith("/v1/messages/")
 
 
 async def read_body(request: Request, options: ServerOptions) -> bytes:
@@ -113,19 +120,22 @@ class EveryRequest:
             if message["type"] == "http.response.start":
                 endpoint = getattr(scope.get("route"), "path", "other")
                 self._metrics.http_requests.labels(endpoint, str(message["status"])).inc()
-                MutableHeaders(scope=message)["x-request-id"] = identifier
+                headers = MutableHeaders(scope=message)
+                headers["x-request-id"] = identifier
+                if _is_anthropic(scope["path"]):
+                    headers["request-id"] = identifier  # as Anthropic's clients call it
                 started = True
             await send(message)
 
         token = request_id.set(identifier)
         try:
             error = _too_large(scope["headers"])
-            await (error_response(error) if error else self._app)(scope, receive, counting_send)
+            await (error_response(error, scope["path"]) if error else self._app)(scope, receive, counting_send)
         except Exception:
             if started:
                 raise
             logger.exception("a request failed")  # the client is not shown the traceback
-            await error_response(PacelineError("internal error"))(scope, receive, counting_send)
+            await error_response(PacelineError("internal error"), scope["path"])(scope, receive, counting_send)
         finally:
             request_id.reset(token)
 

@@ -1,4 +1,4 @@
-"""What the server says: OpenAI's reply, chunk and error objects."""
+"""What the server says: replies of any API, OpenAI's chats and completions, error objects."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from paceline.errors import PacelineError
 from paceline.parsing import ArgumentsText, CallBegin, ContentText, Event, Message, ThoughtText
@@ -23,22 +23,63 @@ MAX_ERROR_LENGTH = 1000
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One finished choice; ``logprobs`` is None where nobody asked for them. ``events``: what a chat's text says."""
+    """One finished choice; ``logprobs`` is None where nobody asked for them. ``events``: what a chat's text says; ``stop``:
+    the stop string that ended it."""
 
     text: str
     finish_reason: ReplyReason
     logprobs: Sequence[ScoredToken] | None = None
     events: Sequence[Event] = ()
+    stop: str | None = None
 
 
-class Reply:
-    """Objects of one reply: they share id, time, model and fingerprint. Subclasses say what a choice looks like."""
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens of a reply so far; ``thought`` ones are among the ``completion``'s."""
 
+    prompt: int
+    completion: int
+    thought: int
+
+
+class Reply(Protocol):
+    """One reply in the words of an API: whole as one object, streamed as events."""
+
+    ends_with_done: bool
+    """Whether a last event ``[DONE]`` ends the stream."""
+
+    def final(self, choices: Sequence[Choice], usage: Usage) -> dict[str, Any]:
+        """The one object of a reply that is not streamed."""
+
+    def opening(self, choices: int, usage: Usage) -> list[dict[str, Any]]:
+        """What a stream says before the first token."""
+
+    def chunks(
+        self, index: int, text: str, events: Sequence[Event], logprobs: Sequence[ScoredToken]
+    ) -> list[dict[str, Any]]:
+        """More of a choice: its text or, of a chat, what that says."""
+
+    def end(self, index: int, finish_reason: ReplyReason, stop: str | None) -> list[dict[str, Any]]:
+        """The end of a choice, and the stop string if one ended it."""
+
+    def closing(self, usage: Usage) -> list[dict[str, Any]]:
+        """What a stream says when all choices have ended."""
+
+    def failed(self, error: PacelineError) -> list[dict[str, Any]]:
+        """How a stream ends that cannot go on."""
+
+
+class _Choices(Reply):
+    """Objects of one reply of chats or completions: they share id, time, model and fingerprint. Subclasses say what a choice
+    looks like."""
+
+    ends_with_done = True
     id_prefix: str
     whole: str
     part: str
 
-    def __init__(self, info: EngineInfo) -> None:
+    def __init__(self, info: EngineInfo, include_usage: bool = False) -> None:
+        self._include_usage = include_usage
         self._head = {
             "id": f"{self.id_prefix}-{uuid.uuid4().hex}",
             "created": int(time.time()),
@@ -46,27 +87,25 @@ class Reply:
             "system_fingerprint": info.fingerprint,
         }
 
-    def final(self, choices: Sequence[Choice], usage: dict[str, Any]) -> dict[str, Any]:
-        """The one object of a reply that is not streamed."""
+    def final(self, choices: Sequence[Choice], usage: Usage) -> dict[str, Any]:
         return self._head | {
             "object": self.whole,
             "choices": [
                 self._choice(index, choice) | {"logprobs": self._logprobs(choice.logprobs)}
                 for index, choice in enumerate(choices)
             ],
-            "usage": usage,
+            "usage": _usage(usage),
         }
 
     def chunks(
         self, index: int, text: str, events: Sequence[Event], logprobs: Sequence[ScoredToken]
     ) -> list[dict[str, Any]]:
-        """More of a choice as chunks of a stream: its text or, of a chat, what that says; the first carries the logprobs."""
+        """As chunks of which the first carries the logprobs."""
         deltas = self._deltas(text, events) or ([self._delta_of_text("")] if logprobs else [])
         return [self._part(index, delta, None, logprobs if number == 0 else ()) for number, delta in enumerate(deltas)]
 
-    def end(self, index: int, finish_reason: ReplyReason) -> dict[str, Any]:
-        """The last chunk of a choice."""
-        return self._part(index, self._delta_of_text(""), finish_reason)
+    def end(self, index: int, finish_reason: ReplyReason, stop: str | None) -> list[dict[str, Any]]:
+        return [self._part(index, self._delta_of_text(""), finish_reason)]
 
     def _part(
         self, index: int, delta: dict[str, Any], finish_reason: ReplyReason | None, logprobs: Sequence[ScoredToken] = ()
@@ -74,16 +113,20 @@ class Reply:
         rest = {"logprobs": self._logprobs(logprobs or None), "finish_reason": finish_reason}
         return self._chunk([{"index": index} | delta | rest])
 
-    def usage_chunk(self, usage: dict[str, Any]) -> dict[str, Any]:
-        """The last chunk of a stream whose client asked for usage: no choices."""
-        return self._chunk([]) | {"usage": usage}
+    def closing(self, usage: Usage) -> list[dict[str, Any]]:
+        """Usage, if it is asked for, in a chunk without choices."""
+        return [self._chunk([]) | {"usage": _usage(usage)}] if self._include_usage else []
 
-    def opening(self, choices: int) -> list[dict[str, Any]]:
-        """What a stream says before the first token."""
+    def opening(self, choices: int, usage: Usage) -> list[dict[str, Any]]:
         return []
 
+    def failed(self, error: PacelineError) -> list[dict[str, Any]]:
+        return [error_object(error)]
+
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return self._head | {"object": self.part, "choices": choices}
+        chunk = self._head | {"object": self.part, "choices": choices}
+        # OpenAI's clients expect the key in every chunk once they have asked for usage.
+        return chunk | {"usage": None} if self._include_usage else chunk
 
     def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
         raise NotImplementedError
@@ -98,12 +141,12 @@ class Reply:
         raise NotImplementedError
 
 
-class ChatReply(Reply):
+class ChatReply(_Choices):
     id_prefix = "chatcmpl"
     whole = "chat.completion"
     part = "chat.completion.chunk"
 
-    def opening(self, choices: int) -> list[dict[str, Any]]:
+    def opening(self, choices: int, usage: Usage) -> list[dict[str, Any]]:
         role = {"role": "assistant", "content": ""}
         return [
             self._chunk([{"index": index, "delta": role, "logprobs": None, "finish_reason": None}])
@@ -135,7 +178,7 @@ class ChatReply(Reply):
         return {"content": content, "refusal": None}
 
 
-class CompletionReply(Reply):
+class CompletionReply(_Choices):
     id_prefix = "cmpl"
     whole = part = "text_completion"
 
@@ -193,13 +236,13 @@ def _likeliest(token: ScoredToken) -> dict[str, float] | None:
     return {_name(other): logprob for other, logprob in (*token.top, (token.token, token.logprob))}
 
 
-def usage(prompt_tokens: int, completion_tokens: int, thought_tokens: int = 0) -> dict[str, Any]:
+def _usage(usage: Usage) -> dict[str, Any]:
     counts: dict[str, Any] = {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": completion_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens": usage.prompt,
+        "completion_tokens": usage.completion,
+        "total_tokens": usage.prompt + usage.completion,
     }
-    return counts | ({"completion_tokens_details": {"reasoning_tokens": thought_tokens}} if thought_tokens else {})
+    return counts | ({"completion_tokens_details": {"reasoning_tokens": usage.thought}} if usage.thought else {})
 
 
 def error_object(error: PacelineError) -> dict[str, Any]:
@@ -212,6 +255,23 @@ def error_object(error: PacelineError) -> dict[str, Any]:
             "code": error.code,
         }
     }
+
+
+_ANTHROPIC_KINDS = {
+    401: "authentication_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+def anthropic_error_object(error: PacelineError) -> dict[str, Any]:
+    """Anthropic's error object. It has no place for the field at fault, which the message names."""
+    kind = _ANTHROPIC_KINDS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": _quotable(error.message)}}
 
 
 def dump(value: dict[str, Any] | list[Any]) -> bytes:

@@ -25,8 +25,9 @@ from paceline.server.record import RequestRecord
 from paceline.server.replies import ReplyReason
 from paceline.server.unread import Unread
 from paceline.server.urgency import Places, Urgency
+from paceline.structure import Compiler
 from paceline.text import TextStream
-from paceline.types import Emission, EngineHandle, EngineInfo, Request, SamplingParams
+from paceline.types import Emission, EngineHandle, EngineInfo, Request, SamplingParams, Structure
 
 INLINE_BYTES = 8192
 """Requests up to this size are read and tokenised on the event loop (a few milliseconds); longer ones in a worker
@@ -82,7 +83,8 @@ class Backend:
 @dataclass(frozen=True, slots=True)
 class Delta:
     """More of one choice: text to show, the number of tokens behind it, why it ended if it did, and the logprobs of the
-    tokens of which this is the text, where they are asked for. ``events``: what a chat's text says."""
+    tokens of which this is the text, where they are asked for. ``events``: what a chat's text says. ``stop`` is the stop
+    string that ended it, if one did."""
 
     index: int
     text: str
@@ -90,6 +92,7 @@ class Delta:
     finish_reason: ReplyReason | None
     logprobs: tuple[ScoredToken, ...] = ()
     events: tuple[Event, ...] = ()
+    stop: str | None = None
 
 
 class Generation:
@@ -234,7 +237,8 @@ class Generation:
         if reason is not None:
             self._end(index, reason)
         text, logprobs = self._with_prompt(index, emission, text, self._aligned(index, piece.tokens, emission, reason))
-        return Delta(index, text, len(piece.tokens), reason, logprobs, events)
+        stop = None if reason is None else stream.stop_string
+        return Delta(index, text, len(piece.tokens), reason, logprobs, events, stop)
 
     def _aligned(
         self, index: int, tokens: tuple[int, ...], emission: Emission, reason: ReplyReason | None
@@ -294,9 +298,13 @@ class Service:
         self._closing: PacelineError | None = None
         self._closed = asyncio.Event()
         self._worker = ThreadPoolExecutor(2, thread_name_prefix="tokenize", initializer=_lower_priority)
+        self._compiler: Compiler | None = None
+        self._compiling = ThreadPoolExecutor(1, thread_name_prefix="structure", initializer=_lower_priority)
 
     def attach(self, backend: Backend) -> None:
         """Begin to serve. May be called from any thread."""
+        info = backend.handle.info
+        self._compiler = Compiler(backend.tokenizer, info.vocab_size, info.eos_ids)
         self.backend = backend
 
     def ready(self) -> Backend:
@@ -322,6 +330,7 @@ class Service:
         """Start the answer to a chat. ``size`` is that of the body in bytes, ``arrived`` monotonic seconds."""
         backend = self.ready()
         prompt, plan = await self.work(size, _chat_prompt, backend, request)
+        await self._check(request.sampling.structure)
         return self._start("chat", [prompt], request.sampling, request.urgency, arrived, plan=plan)
 
     async def complete(self, request: CompletionRequest, size: int, arrived: float) -> Generation:
@@ -329,8 +338,15 @@ class Service:
         backend = self.ready()
         prompts = await self.work(size, _completion_prompts, backend, request)
         check_prompt_logprobs(prompts, request.sampling)
+        await self._check(request.sampling.structure)
         echoes = await self.work(size, _echoes, backend, prompts) if request.echo else None
         return self._start("completions", prompts, request.sampling, request.urgency, arrived, echoes)
+
+    async def _check(self, structure: Structure | None) -> None:
+        """Refuse a structure that cannot be compiled. The engine compiles it again, and knows then that it can."""
+        if structure is not None:
+            assert self._compiler is not None, "there is one as soon as there is a backend"
+            await asyncio.get_running_loop().run_in_executor(self._compiling, self._compiler.compile, structure)
 
     def abort_all(self, error: PacelineError) -> None:
         """End every running generation with this error, and answer later requests with it."""

@@ -19,8 +19,9 @@ DONE = b"data: [DONE]\n\n"
 
 
 def event(value: dict[str, Any]) -> bytes:
-    """One event whose data is a JSON object."""
-    return b"data: " + dump(value) + b"\n\n"
+    """One event whose data is a JSON object. An object with a ``type`` gives the event its name too."""
+    name = f"event: {value['type']}\n".encode() if "type" in value else b""
+    return name + b"data: " + dump(value) + b"\n\n"
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
