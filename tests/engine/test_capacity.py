@@ -217,7 +217,7 @@ def test_scratch_grows_with_what_it_depends_on(large: Large, monkeypatch: pytest
     assert plain.logits < scratch.logits and plain.attention * 8 == scratch.attention
     assert round_scratch(shape, 1024).rows > 1.9 * scratch.rows
     assert round_scratch(replace(shape, lanes=12), 512).states == 2 * scratch.states
-    assert round_scratch(replace(shape, max_ctx=1024), 512).attention < scratch.attention / 200
+    assert round_scratch(replace(shape, max_ctx=1024), 512).attention < scratch.attention / 40
     assert round_scratch(shape, 512, graphs=False) == replace(scratch, captured=0)
     # prefill graphs of 2, 4 and 4 prompts and one of padding: states of 48 heads of 128 x 128 and histories, of 48 layers
     assert scratch.captured > (3 + 5 + 5) * 4 * 48 * (48 * 128 * 128 + 3 * 10_240)

@@ -11,10 +11,9 @@ from paceline.config import CHUNK_SIZE
 from paceline.engine.graphs import decode_shapes, prompt_shapes
 from paceline.engine.pacing import IDLE_FACTOR
 from paceline.logprobs import ROWS_AT_ONCE
+from paceline.ops.attention import pieces_of
 from paceline.state.shapes import StateShape
 
-_PIECE = 256
-"""Attention of decode rows leaves one partial result per so many keys."""
 _F16, _F32 = 2, 4
 
 
@@ -45,7 +44,7 @@ def round_scratch(shape: StateShape, prefill_tokens: int, *, graphs: bool = True
     target = shape.target
     decode_rows = shape.lanes * max(1, shape.draft_rows)
     prompt_rows = IDLE_FACTOR * prefill_tokens
-    pieces = -(-shape.max_ctx // _PIECE)
+    pieces = pieces_of(shape.max_ctx)
     return Scratch(
         logits=3 * _F32 * (decode_rows + shape.lanes) * target.vocab_size,
         scores=_F32 * (decode_rows + 5 * ROWS_AT_ONCE) * target.vocab_size,

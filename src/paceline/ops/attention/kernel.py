@@ -1,10 +1,10 @@
 """Paged attention in Triton: one walk over the keys for both kinds of rows, and a sum over pieces of the context.
 
 A program computes one query tile (``QUERY_TILE`` rows of a span times some of the query heads that share a key head, padded
-to a product of one shape) over some pieces of the keys, each by itself. Pieces and key blocks begin at fixed absolute
-positions, so that a row meets the same blocks in the same order whatever is beside it; a block that a row does not see
-multiplies what it holds by one and adds zeros. Where no context of the batch has more than one piece, the result is written
-at once; the sum over pieces of a row that has but one gives the same bits.
+to a product of one shape) over some pieces of the keys, each by itself. Pieces (``pieces.py``) and key blocks begin at fixed
+absolute positions, so that a row meets the same blocks in the same order whatever is beside it; a block that a row does not
+see multiplies what it holds by one and adds zeros. Where no context of the batch has more than one piece, the result is
+written at once; the sum over pieces of a row that has but one gives the same bits.
 
 The host's ``lengths`` and ``bases`` decide the size of the grid and of the scratch memory only, and may be too large: what a
 program does, it reads from the device. So one CUDA graph serves every context, and a span may have no rows.
@@ -27,6 +27,8 @@ from torch import Tensor
 
 from paceline.batch import PackedBatch
 from paceline.config import PAGE_SIZE
+from paceline.ops.attention import pieces as cuts
+from paceline.ops.attention.pieces import pieces_of
 from paceline.ops.attention.ref import QUERY_TILE
 from paceline.ops.kv import PagedTensor
 from paceline.ops.kv.kernel import store_groups
@@ -36,20 +38,20 @@ from paceline.types import RowKind
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """``tile`` rows times heads of a program at most, ``block`` keys per product, ``piece`` keys per part (None: all)."""
+    """``tile`` rows times heads of a program at most, ``block`` keys per product; ``cut``: whether there are pieces."""
 
     tile: int
     block: int
-    piece: int | None
+    cut: bool
     warps: int
     stages: int
 
 
 TILING: dict[tuple[RowKind, int], Tiling] = {
-    ("decode", 2): Tiling(tile=64, block=64, piece=256, warps=4, stages=2),
-    ("decode", 4): Tiling(tile=64, block=16, piece=256, warps=8, stages=1),
-    ("prefill", 2): Tiling(tile=128, block=64, piece=None, warps=8, stages=2),
-    ("prefill", 4): Tiling(tile=64, block=16, piece=None, warps=8, stages=1),
+    ("decode", 2): Tiling(tile=64, block=64, cut=True, warps=4, stages=2),
+    ("decode", 4): Tiling(tile=64, block=16, cut=True, warps=8, stages=1),
+    ("prefill", 2): Tiling(tile=128, block=64, cut=False, warps=8, stages=2),
+    ("prefill", 4): Tiling(tile=64, block=16, cut=False, warps=8, stages=1),
 }
 """By kind of rows and bytes of a factor in the products. Part of the arithmetic: a change changes bits."""
 
@@ -61,6 +63,9 @@ _PIECES_PER_SUM = tl.constexpr(32)
 _CHANNELS_PER_SUM = tl.constexpr(64)
 _GROUP = tl.constexpr(32)
 _PAGE = tl.constexpr(PAGE_SIZE)
+_NEAR, _MIDDLE, _FAR = tl.constexpr(cuts.NEAR), tl.constexpr(cuts.MIDDLE), tl.constexpr(cuts.FAR)
+_MIDDLE_BEGIN, _FAR_BEGIN = tl.constexpr(cuts.MIDDLE_BEGIN), tl.constexpr(cuts.FAR_BEGIN)
+_MIDDLE_FIRST, _FAR_FIRST = tl.constexpr(cuts.MIDDLE_FIRST), tl.constexpr(cuts.FAR_FIRST)
 _VARYING = ["tiles_per_span", "table_stride", "pieces", "window"]
 """Arguments that change from batch to batch: Triton would compile anew where one is 1 or a multiple of 16."""
 _FACTS = ["lanes", "starts", "lengths", "bases", "row_span", "positions"]
@@ -89,7 +94,8 @@ def attention(
     tile_rows = QUERY_TILE[batch.kind]
     tile_heads = _heads_per_tile(heads // kv_heads, tiling.tile // tile_rows)
     longest, widest = _bounds(batch)
-    pieces = _pieces(longest, widest, tiling.piece, window)
+    run = None if window is None else window + widest - 1
+    pieces = pieces_of(longest, run) if tiling.cut else 1
     tiles_per_span = triton.cdiv(widest, tile_rows)
     tiles = (batch.num_spans * tiles_per_span, heads // tile_heads)
 
@@ -99,7 +105,7 @@ def attention(
     peaks, totals = (out if whole else out.new_empty(rows, heads, pieces) for _ in range(2))
     spans = (batch.starts, batch.span_lengths, batch.span_bases)
     facts = (pieces, window or 0)
-    geometry = {"TILE_ROWS": tile_rows, "PIECE": tiling.piece or 0, "CAUSAL": causal, "WINDOWED": window is not None}
+    geometry = {"TILE_ROWS": tile_rows, "CAUSAL": causal, "WINDOWED": window is not None}
     _attend[*tiles, _walkers(pieces, math.prod(tiles))](
         q,
         k_cache.data,
@@ -219,16 +225,6 @@ def _bounds(batch: PackedBatch) -> tuple[int, int]:
     return bounds
 
 
-def _pieces(longest: int, rows: int, piece: int | None, window: int | None) -> int:
-    """Pieces that a tile of the batch can touch."""
-    if piece is None:
-        return 1
-    pieces = triton.cdiv(longest, piece)
-    if window is not None:
-        pieces = min(pieces, (window + rows - 3) // piece + 2)  # n consecutive keys touch at most (n - 2) // piece + 2
-    return pieces
-
-
 def _walkers(pieces: int, tiles: int) -> int:
     """Programs that share the pieces of each of ``tiles`` tiles."""
     return min(pieces, max(_FEWEST_WALKERS, min(_MOST_WALKERS, _ENOUGH_PROGRAMS // tiles)))
@@ -268,7 +264,6 @@ def _attend(
     PRECISION: tl.constexpr,
     PTX: tl.constexpr,
     BLOCK: tl.constexpr,
-    PIECE: tl.constexpr,
     WHOLE: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOWED: tl.constexpr,
@@ -283,7 +278,7 @@ def _attend(
     first_key, last_key = _keys_of_tile(base, first_row, length, window, TILE_ROWS, CAUSAL, WINDOWED)
     first_piece, last_piece = 0, 0
     if not WHOLE:
-        first_piece, last_piece = first_key // PIECE, last_key // PIECE
+        first_piece, last_piece = _piece_of(first_key), _piece_of(last_key)
     if (first_row >= length) | (first_piece + tl.program_id(2) > last_piece):
         return
 
@@ -305,8 +300,8 @@ def _attend(
         begin = first_key // BLOCK * BLOCK
         end = last_key + 1
         if not WHOLE:
-            begin = tl.maximum(begin, piece * PIECE)
-            end = tl.minimum(end, piece * PIECE + PIECE)
+            begin = tl.maximum(begin, _begin_of(piece))
+            end = tl.minimum(end, _begin_of(piece + 1))
         peak = tl.full([TILE], float("-inf"), tl.float32)
         total = tl.zeros([TILE], tl.float32)
         values = tl.zeros([TILE, PADDED], tl.float32)
@@ -358,7 +353,6 @@ def _add_pieces(
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     TILE_ROWS: tl.constexpr,
-    PIECE: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOWED: tl.constexpr,
     PDL: tl.constexpr,
@@ -381,9 +375,9 @@ def _add_pieces(
         last_key = tl.minimum(last_key, position + window - 1)
     if CAUSAL:
         last_key = tl.minimum(last_key, position)
-    first, last = first_key // PIECE, last_key // PIECE
+    first, last = _piece_of(first_key), _piece_of(last_key)
     begin = first // _PIECES_PER_SUM * _PIECES_PER_SUM
-    place = (row * HEADS + tl.program_id(1)) * pieces - tile_key // PIECE
+    place = (row * HEADS + tl.program_id(1)) * pieces - _piece_of(tile_key)
     channel = tl.program_id(2) * _CHANNELS_PER_SUM + tl.arange(0, _CHANNELS_PER_SUM)
 
     peak = float("-inf")
@@ -403,6 +397,21 @@ def _add_pieces(
         values += tl.sum(weight[:, None] * part, 0)
     target = out + (row * HEADS + tl.program_id(1)) * DIM + channel
     tl.store(target, values / total, mask=channel < DIM)
+
+
+@triton.jit
+def _piece_of(key):
+    middle = _MIDDLE_FIRST + (key - _MIDDLE_BEGIN) // _MIDDLE
+    far = _FAR_FIRST + (key - _FAR_BEGIN) // _FAR
+    return tl.where(key < _MIDDLE_BEGIN, key // _NEAR, tl.where(key < _FAR_BEGIN, middle, far))
+
+
+@triton.jit
+def _begin_of(piece):
+    """The position of a piece's first key."""
+    middle = _MIDDLE_BEGIN + (piece - _MIDDLE_FIRST) * _MIDDLE
+    far = _FAR_BEGIN + (piece - _FAR_FIRST) * _FAR
+    return tl.where(piece < _MIDDLE_FIRST, piece * _NEAR, tl.where(piece < _FAR_FIRST, middle, far))
 
 
 @triton.jit
