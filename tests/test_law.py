@@ -49,6 +49,17 @@ CASES = [
     ),
     replace(OFF, name="off, 1 lane, forced", forced=True),
     replace(ON, name="on, 6 lanes, forced, drafts vary", tokens_of="off, 1 lane, forced", forced=True, vary=True, lanes=6),
+    replace(OFF, name="off, 1 lane, structured", structured=True, adjusted=True),
+    replace(
+        ON,
+        name="on, 6 lanes, structured, parking, drafts vary",
+        tokens_of="off, 1 lane, structured",
+        structured=True,
+        adjusted=True,
+        lanes=6,
+        parking=True,
+        vary=True,
+    ),
     replace(OFF, name="off, 1 lane, choices", choices=2, scored=True, max_tokens=12),
     replace(
         ON, name="on, 3 lanes, choices", tokens_of="off, 1 lane, choices", choices=2, scored=True, lanes=3, max_tokens=12

@@ -8,7 +8,8 @@ then bans, by which a logit becomes -inf. With c(t) the number of times that tok
     l <- l - frequency * c(t) - presence * [c(t) > 0]
     l <- l + bias(t)
 
-Every step is elementwise, so a row's bits do not depend on the others.
+Bans that would leave a row nothing do not count: where an answer's structure allows few tokens, it comes first. Every step
+but this question is elementwise, so a row's bits do not depend on the others.
 """
 
 from __future__ import annotations
@@ -72,14 +73,18 @@ def _biased(values: Tensor, rows: Sequence[Row]) -> Tensor:
 
 
 def _banned(values: Tensor, rows: Sequence[Row]) -> Tensor:
+    if not any(_adjust(row).allowed or _bans(row) for row in rows):
+        return values
+    left = values.clone()
     for at, row in enumerate(rows):
         adjust = _adjust(row)
         if adjust.allowed:
             kept = torch.full_like(values[at], -torch.inf)
             index = to_device(np.array(adjust.allowed), values.device)
-            values[at] = kept.index_copy_(0, index, values[at][index])
+            left[at] = kept.index_copy_(0, index, values[at][index])
     bans = [(at, t, 1.0) for at, row in enumerate(rows) for t in _bans(row)]
-    return values.masked_fill(_scattered(values, bans) > 0, -torch.inf) if bans else values
+    left = left.masked_fill(_scattered(values, bans) > 0, -torch.inf) if bans else left
+    return torch.where(left.amax(1, keepdim=True) == -torch.inf, values, left)
 
 
 def _bans(row: Row) -> tuple[int, ...]:

@@ -44,7 +44,7 @@ from paceline.engine.runner import Runner
 from paceline.engine.scheduler import Scheduler
 from paceline.models.qwen35 import key_head_of
 from paceline.state.pool import StatePool, Txn
-from paceline.types import Emission, EngineInfo, Forcing, Request, SamplingParams
+from paceline.types import Emission, EngineInfo, Forcing, Request, SamplingParams, Structure
 from paceline.weights.load import open_target
 
 PACKAGE = Path(paceline.__file__).parent
@@ -73,6 +73,14 @@ FORCINGS = (
 )
 """The same for thoughts and openings: entry i modulo 4. The second and the first often end their thoughts by themselves,
 with a newline (198), in the middle of a span."""
+STRUCTURES = (
+    Structure.json({"type": "object", "properties": {"name": {"type": "string"}, "age": {"type": "integer"}}}),
+    Structure.json_object(),
+    Structure.regex(r"([A-Z]?[a-z]{1,9}[ ,]){3,40}end\."),
+    Structure.grammar('root ::= item (", " item)* "."\nitem ::= [a-z]+ | "(" root ")"'),
+    Structure.choice(("yes, it is", "yes, they are", "no")),
+)
+"""The same for structures: entry i modulo 5, for odd i with an entry of ``FORCINGS``."""
 _PATIENCE_SECONDS = 300.0
 """Without one emission in this time, an engine counts as hung."""
 
@@ -203,7 +211,9 @@ def _requests(case: Case, index: int, prompt: tuple[int, ...], info: EngineInfo)
     if case.adjusted:
         params = replace(params, **ADJUSTMENTS[index % len(ADJUSTMENTS)])
     speculate = not case.mixed or index % 2 == 0
-    forcing = FORCINGS[index % len(FORCINGS)] if case.forced else None
+    if case.structured:
+        params = replace(params, structure=STRUCTURES[index % len(STRUCTURES)])
+    forcing = FORCINGS[index % len(FORCINGS)] if case.forced or (case.structured and index % 2) else None
     priority = index % 3 if case.priorities else 0
     for made in Request.choices(prompt, params, info):
         name = str(index + CHOICE * made.choice)

@@ -24,11 +24,11 @@ class Case:
     ``drafter``: the one in the file, the same with random weights, or a script that has as many drafts right as its turn
     says. ``neighbours`` lets the requests arrive at random among others that are cancelled; ``mixed`` has every other
     request go without speculation; ``adjusted`` gives the requests penalties, biases and bans, ``forced`` thoughts with
-    budgets and openings; ``choices`` asks for so many answers to each prompt and ``scored`` for logprobs, of the prompt
-    too, which are compared as well; ``vary`` draws the number of drafts anew before each round; ``parking`` lets pages run
-    short at random, ``priorities`` gives requests one of three, ``faults`` lets rounds fail at random and be run again. The
-    policy is ``fixed`` but where it is the thing tested: acceptances are compared, and an ``auto`` one's depend on how long
-    rounds took.
+    budgets and openings, ``structured`` structures, behind thoughts for every other one; ``choices`` asks for so many
+    answers to each prompt and ``scored`` for logprobs, of the prompt too, which are compared as well; ``vary`` draws the
+    number of drafts anew before each round; ``parking`` lets pages run short at random, ``priorities`` gives requests one of
+    three, ``faults`` lets rounds fail at random and be run again. The policy is ``fixed`` but where it is the thing tested:
+    acceptances are compared, and an ``auto`` one's depend on how long rounds took.
     """
 
     name: str
@@ -55,6 +55,7 @@ class Case:
     vary: bool = False
     adjusted: bool = False
     forced: bool = False
+    structured: bool = False
     choices: int = 1
     scored: bool = False
     parking: bool = False
@@ -97,6 +98,7 @@ def table() -> list[Case]:
         *_drafting(part),
         *_recalling(replace(part, adjusted=True), "adjusted"),
         *_recalling(replace(part, forced=True), "forced"),
+        *_structured(replace(part, structured=True, adjusted=True)),
         *_choices(replace(part, adjusted=True, choices=3, scored=True)),
         *_parking(replace(part, parking=True)),
         *_arithmetics(part),
@@ -202,6 +204,17 @@ def _recalling(part: Case, word: str) -> list[Case]:
         replace(case, name=f"on, 6 lanes, {word}"),
         replace(case, name=f"on, 6 lanes, {word}, drafts vary, neighbours", vary=True, neighbours=True),
         replace(case, name=f"on, 6 lanes, {word}, random drafter", drafter="random"),
+    ]
+
+
+def _structured(part: Case) -> list[Case]:
+    """Answers of given structures, under penalties and bans too."""
+    cases = _recalling(part, "structured")
+    case = replace(part, tokens_of=cases[0].name)
+    return [
+        *cases,
+        replace(case, name="on, 6 lanes, structured, scripted drafter", drafter="scripted"),
+        replace(case, name="on, 4 lanes, structured, parking, rounds fail", lanes=4, parking=True, faults=True, vary=True),
     ]
 
 

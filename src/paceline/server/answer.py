@@ -30,12 +30,10 @@ class AnswerPlan:
         """``prompt`` is the rendered text, ``template`` the chat template's source. ``InvalidRequest`` names a field that
         the template or the vocabulary cannot serve."""
         _check_template(request, template)
-        thinking = prompt.rstrip().endswith(THINK)
+        thinking = _ends_with(prompt, THINK)
         form = format_of(template)
         opening = opening_of(request.tools, form) if request.tools and form else ""
-        forcing = None
-        if opening or request.thinking_budget is not None:
-            forcing = _forcing(opening, thinking, request.thinking_budget, encode)
+        forcing = _forcing(request, opening, prompt, template, encode)
         return cls(thinking, request.tools, form if request.tools else None, forcing)
 
     def parser(self) -> ReplyParser:
@@ -44,6 +42,8 @@ class AnswerPlan:
 
 def _check_template(request: ChatRequest, template: str) -> None:
     tools, effort = request.tools, request.reasoning_effort
+    if tools and request.sampling.structure:
+        raise _unsupported(request.sampling.structure.param, "it goes with tools only where tool_choice is none")
     if tools and "tools" not in template:
         raise _unsupported("tools", "the model's chat template shows no tools")
     if tools and (tools.required or tools.named) and format_of(template) is None:
@@ -53,19 +53,29 @@ def _check_template(request: ChatRequest, template: str) -> None:
         raise _unsupported("reasoning_effort", f"the model's chat template has no {' or '.join(used)}")
 
 
-def _forcing(opening: str, thinking: bool, budget: int | None, encode: Encode) -> Forcing:
-    """Behind a thought there is an empty line, as chat templates write it."""
-    begin, end = encode(THINK), encode(END_THINK)
+def _forcing(request: ChatRequest, opening: str, prompt: str, template: str, encode: Encode) -> Forcing | None:
+    """Behind a thought there is an empty line, as chat templates write it. An answer of a given structure may be behind a
+    thought that the model begins only where its template knows thoughts and the prompt has not ended one."""
+    budget, structure = request.thinking_budget, request.sampling.structure
+    if not opening and structure is None and budget is None:
+        return None
+    thinking, begin, end = _ends_with(prompt, THINK), encode(THINK), encode(END_THINK)
     if len(end) != 1 and (thinking or budget is not None):
-        param = "tool_choice" if budget is None else "thinking_budget"
+        param = "thinking_budget" if budget is not None else structure.param if structure else "tool_choice"
         raise _unsupported(param, f"{END_THINK} is not a token of the model")
+    may_begin = structure is None or (THINK in template and not _ends_with(prompt, END_THINK))
+    opening = "\n\n" + opening if thinking and (opening or structure) else opening
     return Forcing(
-        opening=tuple(encode("\n\n" + opening if thinking else opening)) if opening else (),
+        opening=tuple(encode(opening)) if opening else (),
         thinking=thinking,
-        begin=begin[0] if len(begin) == len(end) == 1 else None,
+        begin=begin[0] if len(begin) == len(end) == 1 and may_begin else None,
         closing=tuple(encode("\n" + END_THINK)) if len(end) == 1 else (),
         budget=budget,
     )
+
+
+def _ends_with(prompt: str, tag: str) -> bool:
+    return prompt.rstrip().endswith(tag)
 
 
 def _unsupported(param: str, why: str) -> InvalidRequest:

@@ -16,6 +16,7 @@ from typing import Any
 from paceline.errors import InvalidRequest, PacelineError
 from paceline.messages import TYPE_NAMES, check_messages, json_type
 from paceline.parsing import Tools, check_tools
+from paceline.server.structured import check_structure
 from paceline.server.urgency import Urgency
 from paceline.types import MAX_CHOICES, SamplingParams
 
@@ -107,7 +108,8 @@ _SHARED: dict[str, FieldRule] = {
     "min_tokens": SUPPORTED,
     "allowed_token_ids": SUPPORTED,
     "banned_token_ids": SUPPORTED,
-    "response_format": Only(({"type": "text"},)),
+    "response_format": SUPPORTED,
+    "structured_outputs": SUPPORTED,
     "use_beam_search": Only((False,)),
     "length_penalty": Only((1,)),
     "include_stop_str_in_output": Only((False,)),
@@ -216,7 +218,7 @@ def parse_json(body: bytes) -> dict[str, Any]:
 
 def parse_chat(body: Mapping[str, Any]) -> ChatRequest:
     """Check a body of /v1/chat/completions; ``InvalidRequest`` names the field at fault."""
-    _check_fields(body, CHAT_FIELDS)
+    check_fields(body, CHAT_FIELDS)
     stream, include_usage = _streaming(body)
     return ChatRequest(
         messages=check_messages(body.get("messages")),
@@ -233,7 +235,7 @@ def parse_chat(body: Mapping[str, Any]) -> ChatRequest:
 
 def parse_completion(body: Mapping[str, Any]) -> CompletionRequest:
     """Check a body of /v1/completions; ``InvalidRequest`` names the field at fault."""
-    _check_fields(body, COMPLETION_FIELDS)
+    check_fields(body, COMPLETION_FIELDS)
     stream, include_usage = _streaming(body)
     prompts, echo = _prompts(body.get("prompt")), _flag(body, "echo")
     sampling = replace(_sampling(body), logprobs=body.get("logprobs"))
@@ -250,9 +252,9 @@ def parse_completion(body: Mapping[str, Any]) -> CompletionRequest:
 
 def parse_tokenize(body: Mapping[str, Any]) -> TokenizeRequest:
     """Check a body of /tokenize. llama-server calls the text ``content``, vLLM ``prompt``."""
-    _check_fields(body, TOKENIZE_FIELDS)
-    _expect(str, body, "model")
-    given = [_expect(str, body, name) for name in ("content", "prompt") if body.get(name) is not None]
+    check_fields(body, TOKENIZE_FIELDS)
+    expect(str, body, "model")
+    given = [expect(str, body, name) for name in ("content", "prompt") if body.get(name) is not None]
     if len(given) != 1:
         raise InvalidRequest("one text is needed, as content or as prompt", param="content")
     return TokenizeRequest(given[0], _flag(body, "add_special"), _flag(body, "with_pieces"))
@@ -260,15 +262,16 @@ def parse_tokenize(body: Mapping[str, Any]) -> TokenizeRequest:
 
 def parse_detokenize(body: Mapping[str, Any]) -> tuple[int, ...]:
     """Check a body of /detokenize: its token ids."""
-    _check_fields(body, DETOKENIZE_FIELDS)
-    _expect(str, body, "model")
-    tokens = _expect(list, body, "tokens")
+    check_fields(body, DETOKENIZE_FIELDS)
+    expect(str, body, "model")
+    tokens = expect(list, body, "tokens")
     if tokens is None or not _is_token_ids(tokens):
         raise InvalidRequest("tokens must be a list of token ids", param="tokens")
     return tuple(tokens)
 
 
-def _check_fields(body: Mapping[str, Any], rules: Mapping[str, FieldRule], prefix: str = "") -> None:
+def check_fields(body: Mapping[str, Any], rules: Mapping[str, FieldRule], prefix: str = "") -> None:
+    """Refuse what the rules do not allow; ``prefix`` is where the object stands, with a dot."""
     for name, value in body.items():
         rule = rules.get(name)
         if value is None or isinstance(rule, FieldClass):
@@ -300,6 +303,7 @@ def _sampling(body: Mapping[str, Any]) -> SamplingParams:
         allowed_token_ids=_token_ids(body, "allowed_token_ids", MAX_TOKEN_IDS),
         ignore_eos=_flag(body, "ignore_eos"),
         logit_bias=_logit_bias(body),
+        structure=check_structure(body),
         **_repetition(body),
     )
     limited = _limit(sampling, body)
@@ -331,7 +335,7 @@ def _repetition(body: Mapping[str, Any]) -> dict[str, Any]:
 
 def _logit_bias(body: Mapping[str, Any]) -> dict[int, Any]:
     """JSON's keys are strings; ``SamplingParams`` checks the numbers."""
-    given = _expect(dict, body, "logit_bias") or {}
+    given = expect(dict, body, "logit_bias") or {}
     if len(given) > MAX_TOKEN_IDS:
         raise InvalidRequest(f"logit_bias may hold {MAX_TOKEN_IDS} tokens, got {len(given)}", param="logit_bias")
     for key in given:
@@ -376,27 +380,27 @@ def _stop(value: object) -> tuple[str, ...]:
 
 def _token_ids(body: Mapping[str, Any], name: str, most: int) -> tuple[int, ...]:
     """The list as a tuple; ``SamplingParams`` checks the ids."""
-    ids = _expect(list, body, name) or []
+    ids = expect(list, body, name) or []
     if len(ids) > most:
         raise InvalidRequest(f"{name} may hold {most} token ids, got {len(ids)}", param=name)
     return tuple(ids)
 
 
 def _streaming(body: Mapping[str, Any]) -> tuple[bool, bool]:
-    _expect(str, body, "model")
+    expect(str, body, "model")
     stream = _flag(body, "stream")
-    options = _expect(dict, body, "stream_options")
+    options = expect(dict, body, "stream_options")
     if options is None:
         return stream, False
     if not stream:
         raise InvalidRequest("stream_options needs stream to be true", param="stream_options")
-    _check_fields(options, _STREAM_OPTIONS, prefix="stream_options.")
+    check_fields(options, _STREAM_OPTIONS, prefix="stream_options.")
     return stream, _flag(options, "include_usage", prefix="stream_options.")
 
 
 def _template_kwargs(body: Mapping[str, Any]) -> dict[str, Any]:
     """The template's variables; ``reasoning_effort`` is one, and "none" also switches thinking off."""
-    kwargs = dict(_expect(dict, body, "chat_template_kwargs") or {})
+    kwargs = dict(expect(dict, body, "chat_template_kwargs") or {})
     for name in ("messages", "tools", "add_generation_prompt"):
         if name in kwargs:
             where = f"chat_template_kwargs.{name}"
@@ -410,7 +414,7 @@ def _template_kwargs(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _reasoning_effort(body: Mapping[str, Any]) -> str | None:
-    effort = _expect(str, body, "reasoning_effort")
+    effort = expect(str, body, "reasoning_effort")
     if effort is not None and effort not in EFFORTS:
         raise InvalidRequest(
             f"reasoning_effort must be one of {', '.join(EFFORTS)}, got {effort!r}", param="reasoning_effort"
@@ -456,7 +460,7 @@ def _is_token_ids(value: list[Any]) -> bool:
     return all(type(token) is int for token in value)
 
 
-def _expect(kind: type, body: Mapping[str, Any], name: str, prefix: str = "") -> Any:
+def expect(kind: type, body: Mapping[str, Any], name: str, prefix: str = "") -> Any:
     """The value of a field, or None; of another JSON type it is refused."""
     value = body.get(name)
     if value is not None and not isinstance(value, kind):
@@ -466,7 +470,7 @@ def _expect(kind: type, body: Mapping[str, Any], name: str, prefix: str = "") ->
 
 
 def _flag(body: Mapping[str, Any], name: str, prefix: str = "") -> bool:
-    return bool(_expect(bool, body, name, prefix))
+    return bool(expect(bool, body, name, prefix))
 
 
 def _refuse_constant(name: str) -> None:
