@@ -8,12 +8,12 @@
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import PacelineError
-from paceline.types import SamplingParams
+from paceline.types import SamplingParams, Structure
 
 if TYPE_CHECKING:
     from paceline.engine.llm import LLM, Result
 
-__all__ = ["LLM", "PacelineError", "Result", "SamplingParams"]
+__all__ = ["LLM", "PacelineError", "Result", "SamplingParams", "Structure"]
 
 
 def __getattr__(name: str) -> Any:

@@ -14,8 +14,18 @@ from paceline.engine.build import resolve_paths
 from paceline.engine.engine import Engine
 from paceline.errors import InvalidRequest, LaneFailed
 from paceline.messages import check_messages
+from paceline.parsing.thoughts import forcing_of
 from paceline.text import TextStream
-from paceline.types import Emission, EngineStats, FinishReason, Request, RequestStats, SamplingParams, TokenLogprob
+from paceline.types import (
+    Emission,
+    EngineStats,
+    FinishReason,
+    Request,
+    RequestStats,
+    SamplingParams,
+    Structure,
+    TokenLogprob,
+)
 from paceline.weights.load import open_target
 
 Message = dict[str, Any]
@@ -175,7 +185,19 @@ class LLM:
                 param="prompts",
                 code="context_length_exceeded",
             )
-        return Request.choices(tokens, params, self.info)
+        requests = Request.choices(tokens, params, self.info)
+        return requests if params.structure is None else self._structured(prompt, requests, params.structure)
+
+    def _structured(self, prompt: Prompt, requests: tuple[Request, ...], structure: Structure) -> tuple[Request, ...]:
+        """Refuse a structure that cannot be compiled. A prompt that went through the template may end inside a thought."""
+        compiling = self._engine.parts.runner.structures
+        assert compiling is not None, "an engine that was built knows its tokens"
+        compiling.compiler.compile(structure)
+        if self.template is None or isinstance(prompt, str) or not any(isinstance(item, dict) for item in prompt):
+            return requests
+        text = self._render(list(prompt))
+        forcing = forcing_of(text, self.template.source, self.tokenizer.encode, structure=structure)
+        return tuple(dataclasses.replace(request, forcing=forcing) for request in requests)
 
 
 def _list(name: str, values: Iterable[Any]) -> list[Any]:

@@ -68,7 +68,7 @@ class Structures:
     new one, which reads its answer again."""
 
     def __init__(self, compiler: Compiler) -> None:
-        self._compiler = compiler
+        self.compiler = compiler
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="structures")
         self._pending: dict[Structure, Future[LLMatcher]] = {}
         self._walks: dict[str, _Walk] = {}
@@ -80,7 +80,7 @@ class Structures:
             return True
         future = self._pending.get(structure)
         if future is None:
-            self._pending[structure] = self._worker.submit(self._compiler.compile, structure)
+            self._pending[structure] = self._worker.submit(self.compiler.compile, structure)
             return False
         if future.done():
             del self._pending[structure]
@@ -93,7 +93,7 @@ class Structures:
     def permits(self, paths: Sequence[Path]) -> Permits:
         """Masks of the rows of a forward whose answers have begun."""
         rows: list[int] = []
-        words = np.empty((sum(len(path.drafts) + 1 for path in paths), words_of(self._compiler.vocab_size)), np.int32)
+        words = np.empty((sum(len(path.drafts) + 1 for path in paths), words_of(self.compiler.vocab_size)), np.int32)
         for path in paths:
             walk = self._walks.pop(path.request.id, None) or _Walk(self._compile(path.request))
             self._fill(path, walk, rows, words)
@@ -102,7 +102,7 @@ class Structures:
 
     def _compile(self, request: Request) -> LLMatcher:
         assert request.structure is not None, "a path without a structure"
-        return self._compiler.compile(request.structure)
+        return self.compiler.compile(request.structure)
 
     def _fill(self, path: Path, walk: _Walk, rows: list[int], words: np.ndarray) -> None:
         """Add the path's rows to ``rows`` and their masks to ``words``."""

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 
 from paceline.errors import InvalidRequest
 from paceline.parsing import CallFormat, Event, ReplyParser, Tools, format_of, joined, opening_of
-from paceline.parsing.reply import END_THINK, THINK
+from paceline.parsing.reply import THINK
+from paceline.parsing.thoughts import Encode, ends_with, forcing_of
 from paceline.server.protocol import ChatRequest
 from paceline.text import TextDelta, TextStream
 from paceline.types import Forcing
-
-Encode = Callable[[str], list[int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +29,11 @@ class AnswerPlan:
         """``prompt`` is the rendered text, ``template`` the chat template's source. ``InvalidRequest`` names a field that
         the template or the vocabulary cannot serve."""
         _check_template(request, template)
-        thinking = _ends_with(prompt, THINK)
+        thinking = ends_with(prompt, THINK)
         form = format_of(template)
         opening = opening_of(request.tools, form) if request.tools and form else ""
-        forcing = _forcing(request, opening, prompt, template, encode)
+        structure, budget = request.sampling.structure, request.thinking_budget
+        forcing = forcing_of(prompt, template, encode, opening=opening, structure=structure, budget=budget)
         return cls(thinking, request.tools, form if request.tools else None, forcing)
 
     def parser(self) -> ReplyParser:
@@ -51,31 +51,6 @@ def _check_template(request: ChatRequest, template: str) -> None:
     used = ("reasoning_effort", "enable_thinking") if effort == "none" else ("reasoning_effort",)
     if effort is not None and not any(name in template for name in used):
         raise _unsupported("reasoning_effort", f"the model's chat template has no {' or '.join(used)}")
-
-
-def _forcing(request: ChatRequest, opening: str, prompt: str, template: str, encode: Encode) -> Forcing | None:
-    """Behind a thought there is an empty line, as chat templates write it. An answer of a given structure may be behind a
-    thought that the model begins only where its template knows thoughts and the prompt has not ended one."""
-    budget, structure = request.thinking_budget, request.sampling.structure
-    if not opening and structure is None and budget is None:
-        return None
-    thinking, begin, end = _ends_with(prompt, THINK), encode(THINK), encode(END_THINK)
-    if len(end) != 1 and (thinking or budget is not None):
-        param = "thinking_budget" if budget is not None else structure.param if structure else "tool_choice"
-        raise _unsupported(param, f"{END_THINK} is not a token of the model")
-    may_begin = structure is None or (THINK in template and not _ends_with(prompt, END_THINK))
-    opening = "\n\n" + opening if thinking and (opening or structure) else opening
-    return Forcing(
-        opening=tuple(encode(opening)) if opening else (),
-        thinking=thinking,
-        begin=begin[0] if len(begin) == len(end) == 1 and may_begin else None,
-        closing=tuple(encode("\n" + END_THINK)) if len(end) == 1 else (),
-        budget=budget,
-    )
-
-
-def _ends_with(prompt: str, tag: str) -> bool:
-    return prompt.rstrip().endswith(tag)
 
 
 def _unsupported(param: str, why: str) -> InvalidRequest:
