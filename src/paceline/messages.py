@@ -88,15 +88,21 @@ def _tool_call(call: object, where: str) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(call, dict) or not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise InvalidRequest(f"{where} must be a function call with a name", param=where)
-    arguments = function.get("arguments") or {}
+    arguments = check_arguments(function.get("arguments"), f"{where}.function.arguments")
+    return call | {"function": function | {"arguments": arguments}}
+
+
+def check_arguments(value: object, where: str) -> dict[str, Any]:
+    """The arguments of an earlier call, which may be an object or its JSON text, and empty if there are none."""
+    arguments = value or {}
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
         except (ValueError, RecursionError):
-            raise InvalidRequest(f"{where}.function.arguments is not valid JSON", param=where) from None
+            raise InvalidRequest(f"{where} is not valid JSON", param=where) from None
     if not isinstance(arguments, dict):
-        raise InvalidRequest(f"{where}.function.arguments must be a JSON object", param=where)
-    return call | {"function": function | {"arguments": arguments}}
+        raise InvalidRequest(f"{where} must be a JSON object", param=where)
+    return arguments
 
 
 TYPE_NAMES = {type(None): "null", str: "a string", list: "a list", dict: "an object", bool: "true or false"}

@@ -421,7 +421,7 @@ def test_a_long_body_is_read_beside_the_others(server: Running, monkeypatch: pyt
         readers[len(body) > INLINE_BYTES] = threading.current_thread().name
         return parse_json(body)
 
-    monkeypatch.setattr("paceline.server.app.parse_json", read)
+    monkeypatch.setattr("paceline.server.respond.parse_json", read)
     assert post(server).status_code == 200
     assert_error(post(server, COMPLETIONS, prompt=[1] * INLINE_BYTES), 400, param="prompt")
     assert readers[True].startswith("tokenize") and not readers[False].startswith("tokenize")

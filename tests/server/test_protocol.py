@@ -206,7 +206,10 @@ def test_messages_are_made_ready_for_the_template() -> None:
         ({"role": "user", "content": ["x"]}, "messages[0].content[0]"),
         ({"role": "user", "content": "x", "tool_calls": [CALL]}, "messages[0].tool_calls"),
         ({"role": "assistant", "tool_calls": ["x"]}, "messages[0].tool_calls[0]"),
-        ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}, "messages[0].tool_calls[0]"),
+        (
+            {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]},
+            "messages[0].tool_calls[0].function.arguments",
+        ),
         ({"role": "user", "content": "x", "mood": "blue"}, "messages[0].mood"),
     ],
     ids=str,

@@ -13,12 +13,12 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from paceline.errors import InvalidRequest, PacelineError
-from paceline.server.http import EveryRequest, KeyCheck, error_response, json_response, read_body
-from paceline.server.protocol import UnknownModel, parse_chat, parse_completion, parse_json
-from paceline.server.replies import ChatReply, CompletionReply, printable
-from paceline.server.respond import respond
+from paceline.server.http import EveryRequest, KeyCheck, error_response, json_response
+from paceline.server.protocol import ChatRequest, CompletionRequest, UnknownModel, parse_chat, parse_completion
+from paceline.server.replies import ChatReply, CompletionReply, Reply, printable
+from paceline.server.respond import answer
+from paceline.server.responses import responses
 from paceline.server.service import Service
-from paceline.server.sse import unless, unless_disconnected
 from paceline.server.utilities import utilities
 
 CLIENT_CLOSED_REQUEST = 499
@@ -46,6 +46,7 @@ def create_app(service: Service) -> FastAPI:
     app.add_exception_handler(ClientDisconnect, _on_disconnect)
     keys = [Depends(KeyCheck(options.api_keys))]
     app.include_router(_api(service), dependencies=keys)
+    app.include_router(responses(service), dependencies=keys)
     app.include_router(utilities(service), dependencies=keys)
     app.include_router(_operations(service))
     return app
@@ -55,22 +56,21 @@ def _api(service: Service) -> APIRouter:
     router = APIRouter()
     started = int(time.time())
 
+    def read_chat(body: dict[str, Any]) -> tuple[ChatRequest, Reply]:
+        chat = parse_chat(body)
+        return chat, ChatReply(service.info, chat.include_usage)
+
+    def read_completion(body: dict[str, Any]) -> tuple[CompletionRequest, Reply]:
+        completion = parse_completion(body)
+        return completion, CompletionReply(service.info, completion.include_usage)
+
     @router.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
-        arrived, info = time.monotonic(), service.info
-        body = await unless(service.closing(), read_body(request, service.options))
-        chat = await service.work(len(body), lambda: parse_chat(parse_json(body)))
-        generation = await unless_disconnected(request.receive, service.chat(chat, len(body), arrived))
-        return await respond(service, request, generation, ChatReply(info, chat.include_usage), chat.stream)
+        return await answer(service, request, read_chat, service.chat)
 
     @router.post("/v1/completions")
     async def completions(request: Request) -> Response:
-        arrived, info = time.monotonic(), service.info
-        body = await unless(service.closing(), read_body(request, service.options))
-        completion = await service.work(len(body), lambda: parse_completion(parse_json(body)))
-        generation = await unless_disconnected(request.receive, service.complete(completion, len(body), arrived))
-        reply = CompletionReply(info, completion.include_usage)
-        return await respond(service, request, generation, reply, completion.stream)
+        return await answer(service, request, read_completion, service.complete)
 
     def model_card() -> dict[str, Any]:
         info = service.info

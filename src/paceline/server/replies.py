@@ -249,9 +249,9 @@ def error_object(error: PacelineError) -> dict[str, Any]:
     """OpenAI's error object."""
     return {
         "error": {
-            "message": _quotable(error.message),
+            "message": quotable(error.message),
             "type": error.kind,
-            "param": None if error.param is None else _quotable(error.param),
+            "param": None if error.param is None else quotable(error.param),
             "code": error.code,
         }
     }
@@ -271,14 +271,16 @@ _ANTHROPIC_KINDS = {
 def anthropic_error_object(error: PacelineError) -> dict[str, Any]:
     """Anthropic's error object. It has no place for the field at fault, which the message names."""
     kind = _ANTHROPIC_KINDS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": _quotable(error.message)}}
+    return {"type": "error", "error": {"type": kind, "message": quotable(error.message)}}
 
 
 def dump(value: dict[str, Any] | list[Any]) -> bytes:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
+    """The value as JSON. Surrogates are escaped: a client's own text may hold them, and UTF-8 cannot carry them."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "backslashreplace")
 
 
-def _quotable(text: str) -> str:
+def quotable(text: str) -> str:
+    """A message as it may be sent: of bounded length, and printable."""
     return printable(text if len(text) <= MAX_ERROR_LENGTH else text[:MAX_ERROR_LENGTH] + "…")
 
 

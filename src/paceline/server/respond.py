@@ -1,10 +1,11 @@
-"""From a generation to the HTTP response, whole or as a stream of events, in the words of any API."""
+"""From a request to its response, whole or as a stream of events, in the words of any API."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator
-from typing import Any
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from typing import Any, Protocol, TypeVar
 
 from fastapi import Request
 from starlette.responses import Response
@@ -12,17 +13,42 @@ from starlette.responses import Response
 from paceline.errors import LaneFailed, PacelineError
 from paceline.parsing import Event
 from paceline.server.aligned import ScoredToken
-from paceline.server.http import json_response
+from paceline.server.http import json_response, read_body
+from paceline.server.protocol import parse_json
 from paceline.server.replies import Choice, Reply, Usage
 from paceline.server.service import Generation, Service
-from paceline.server.sse import DONE, EventStream, event, unless_disconnected
+from paceline.server.sse import DONE, EventStream, event, unless, unless_disconnected
+from paceline.server.translation import in_terms_of
 
 logger = logging.getLogger("paceline.server")
 
 
-async def respond(service: Service, request: Request, generation: Generation, reply: Reply, stream: bool) -> Response:
-    """The response to a request that has been submitted. The generation is closed in every case."""
-    if stream:
+class Asked(Protocol):
+    """What is needed of a checked request."""
+
+    @property
+    def stream(self) -> bool: ...
+
+
+A = TypeVar("A", bound=Asked)
+
+
+async def answer(
+    service: Service,
+    request: Request,
+    read: Callable[[dict[str, Any]], tuple[A, Reply]],
+    start: Callable[[A, int, float], Coroutine[Any, Any, Generation]],
+    renamed: Mapping[str, str] = {},
+) -> Response:
+    """Answer a request of any API. ``read`` checks its body, and says in which words it is answered; ``start`` is given what
+    it asks for, the body's size and when it arrived; ``renamed`` as for ``in_terms_of``."""
+    arrived = time.monotonic()
+    service.ready()
+    body = await unless(service.closing(), read_body(request, service.options))
+    with in_terms_of(renamed):
+        asked, reply = await service.work(len(body), lambda: read(parse_json(body)))
+        generation = await unless_disconnected(request.receive, start(asked, len(body), arrived))
+    if asked.stream:
         return EventStream(_events(generation, reply), lambda: service.close(generation))
     try:
         return json_response(await unless_disconnected(request.receive, _whole(generation, reply)))

@@ -326,12 +326,13 @@ class Service:
         call = functools.partial(function, *args, **kwargs)
         return call() if size <= INLINE_BYTES else await asyncio.get_running_loop().run_in_executor(self._worker, call)
 
-    async def chat(self, request: ChatRequest, size: int, arrived: float) -> Generation:
-        """Start the answer to a chat. ``size`` is that of the body in bytes, ``arrived`` monotonic seconds."""
+    async def chat(self, request: ChatRequest, size: int, arrived: float, endpoint: str = "chat") -> Generation:
+        """Start the answer to a chat. ``size`` is that of the body in bytes, ``arrived`` monotonic seconds; ``endpoint`` is
+        what logs and metrics call it."""
         backend = self.ready()
         prompt, plan = await self.work(size, _chat_prompt, backend, request)
         await self._check(request.sampling.structure)
-        return self._start("chat", [prompt], request.sampling, request.urgency, arrived, plan=plan)
+        return self._start(endpoint, [prompt], request.sampling, request.urgency, arrived, plan=plan)
 
     async def complete(self, request: CompletionRequest, size: int, arrived: float) -> Generation:
         """Start ``n`` choices for each prompt, one prompt after another. ``size`` and ``arrived`` as for ``chat``."""
