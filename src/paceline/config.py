@@ -161,7 +161,7 @@ class EngineOptions:
     itl_budget_ms: float | None = None
     threads: int | None = None
     cuda_graphs: bool = True
-    draft_ahead: bool = True
+    run_ahead: bool = True
     expand_weights: bool = True
     nvtx: bool = False
     spec_synth_len: float | None = None
@@ -201,7 +201,7 @@ class EngineOptions:
             ("text", (str,), ("target", "drafter", "device", "model_name")),
             ("an integer", (int,), tuple(_LOWEST)),
             ("a number", (int, float), ("admission_coalesce_ms", "spec_synth_len", "itl_budget_ms")),
-            ("True or False", (bool,), ("speculation", "cuda_graphs", "draft_ahead", "expand_weights", "nvtx")),
+            ("True or False", (bool,), ("speculation", "cuda_graphs", "run_ahead", "expand_weights", "nvtx")),
         ):
             for name in names:
                 value = getattr(self, name)
@@ -220,6 +220,32 @@ DEMO_DRAFTER = DEMO_DIR / "paceline-demo-DFlash2-Q8_0.gguf"
 def api_key_from_environment() -> str | None:
     """``PACELINE_API_KEY``: the key clients must send, when ``--api-key`` is not given."""
     return os.environ.get("PACELINE_API_KEY") or None
+
+
+_SWITCHES = (
+    "PACELINE_",
+    "OMP_",
+    "MKL_",
+    "DNNL_",
+    "ONEDNN_",
+    "TORCH",
+    "PYTORCH_",
+    "TRITON_",
+    "CUDA_",
+    "NCCL_",
+    "GGML_",
+    "LLAMA_",
+)
+"""How names of environment variables begin that may change what a benchmark measures."""
+
+
+def environment_switches() -> dict[str, str]:
+    """The variables that may change what a benchmark measures, none of which is a secret."""
+    return {
+        name: value
+        for name, value in sorted(os.environ.items())
+        if name.startswith(_SWITCHES) and not any(word in name for word in ("KEY", "TOKEN", "SECRET"))
+    }
 
 
 def build_name() -> str:

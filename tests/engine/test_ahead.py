@@ -1,9 +1,10 @@
-"""Drafts made before a round's results are read are those that the next round would have made."""
+"""What is run before a round's results are read is what the next round would have run."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,9 @@ from torch import Tensor
 
 from paceline.bench.law import Workbench
 from paceline.bench.law_cases import Case
+from paceline.config import PAGE_SIZE
 from paceline.engine.ahead import DraftsAhead
+from paceline.engine.decode import DecodeInputs, decode_inputs, verify_forward
 from paceline.engine.drafting import DFlashDrafter
 from paceline.engine.graphs import Graphs
 from paceline.engine.plan import PrefillSpan, Round, VerifySpan
@@ -41,6 +44,24 @@ class Uncaptured(Graphs):
         return self.runner.drafter.propose(_moved(spans, keep, anchors), self.runner.pool)
 
 
+class Plain(Uncaptured):
+    """Has graphs of verify forwards too, which are run as they are."""
+
+    def verify(self, spans: Sequence[VerifySpan]) -> Any:
+        self.times += 1
+        return Forward(self.runner, decode_inputs(spans, 8, self.runner.pool))
+
+
+@dataclass
+class Forward:
+    runner: Runner
+    inputs: DecodeInputs
+
+    def run(self, drafts: Tensor | None) -> tuple[Tensor, Tensor]:
+        tokens = self.inputs.tokens(drafts)
+        return tokens, verify_forward(self.runner.target, self.runner.drafter, tokens, self.inputs.half)
+
+
 class Watched(Runner):
     """Counts what it drafts within rounds."""
 
@@ -61,7 +82,21 @@ def demo(bench: Workbench, lanes: int) -> Runner:
 
 
 def watched(plain: Runner, graphs: Graphs, ahead: bool) -> Watched:
-    return Watched(plain.target, plain.drafter, plain.pool, graphs=graphs, draft_ahead=ahead)
+    return Watched(plain.target, plain.drafter, plain.pool, graphs=graphs, run_ahead=ahead)
+
+
+def begin(runner: Runner, requests: Sequence[Request], drafts: int) -> list[VerifySpan]:
+    """Read the prompts; the spans of the first decode round."""
+    lanes = [runner.pool.admit(100) for _ in requests]
+    assert None not in lanes
+    prompts = tuple(PrefillSpan(r, lane or 0, 0, r.prompt, True) for r, lane in zip(requests, lanes, strict=True))
+    first = runner.run(Round((), prompts)).prefill
+    return [VerifySpan(p.request, p.lane, 3, token or 0, drafts) for p, token in zip(prompts, first, strict=True)]
+
+
+def after(spans: Sequence[VerifySpan], yielded: Sequence[tuple[int, ...]]) -> list[VerifySpan]:
+    facts = zip(spans, yielded, strict=True)
+    return [replace(span, start=span.start + len(tokens), anchor=tokens[-1]) for span, tokens in facts]
 
 
 def _moved(spans: Sequence[VerifySpan], keep: Tensor, anchors: Tensor) -> list[VerifySpan]:
@@ -118,12 +153,7 @@ def test_rounds_keep_the_same(bench: Workbench, leaves: int | None) -> None:
         plain = demo(bench, 2)
         graphs, pool = Uncaptured(plain), plain.pool
         runner = watched(plain, graphs, ahead)
-        requests = [_request("a"), _request("b", 0.9)]
-        lanes = [pool.admit(100) for _ in requests]
-        assert None not in lanes
-        prompts = tuple(PrefillSpan(r, lane or 0, 0, r.prompt, True) for r, lane in zip(requests, lanes, strict=True))
-        first = runner.run(Round((), prompts)).prefill
-        spans = [VerifySpan(p.request, p.lane, 3, token or 0, 7) for p, token in zip(prompts, first, strict=True)]
+        spans = begin(runner, [_request("a"), _request("b", 0.9)], drafts=7)
         rounds = []
         for number in range(3):
             if number == 2 and leaves is not None:
@@ -131,13 +161,60 @@ def test_rounds_keep_the_same(bench: Workbench, leaves: int | None) -> None:
             result = runner.run(Round(tuple(spans), (), ahead=True))
             pool.check()
             rounds.append(result.verify)
-            yields = zip(spans, result.verify, strict=True)
-            spans = [replace(span, start=span.start + len(t), anchor=t[-1]) for span, t in yields]
+            spans = after(spans, result.verify)
         kept.append(rounds)
         times.append(graphs.times)
         proposed.append(runner.proposed)
     assert kept[0] == kept[1] and max(len(tokens) for tokens in kept[0][0]) > 1
     assert (times, proposed) == ([3, 0], [1, 3])
+
+
+@pytest.mark.parametrize("leaves", [None, 0, 1])
+def test_plain_rounds_yield_the_same(bench: Workbench, leaves: int | None) -> None:
+    """Over more than a page, two lanes of which one may leave, with their forwards run ahead and without."""
+    yielded, times = [], []
+    for ahead in (True, False):
+        plain = demo(bench, 2)
+        graphs, pool = Plain(plain), plain.pool
+        runner = watched(plain, graphs, ahead)
+        spans = begin(runner, [_request("a"), _request("b", 0.9)], drafts=0)
+        rounds = []
+        for number in range(40):
+            if number == 30 and leaves is not None:
+                pool.release(spans.pop(leaves).lane)
+            result = runner.run(Round(tuple(spans), (), ahead=True))
+            pool.check()
+            rounds.append(result.verify)
+            spans = after(spans, result.verify)
+        yielded.append(rounds)
+        times.append(graphs.times)
+    assert yielded[0] == yielded[1]
+    # one more is run behind the last round, and the one behind the round in which a lane leaves is in vain; where both lanes
+    # take a page at once, they may get each other's
+    assert times[1] == 40 and 41 <= times[0] - (leaves is not None) <= 44
+
+
+def test_a_page_that_is_another_is_seen(bench: Workbench) -> None:
+    plain = demo(bench, 1)
+    pool, graphs = plain.pool, Plain(plain)
+    runner = watched(plain, graphs, ahead=True)
+    spans = begin(runner, [_request("a")], drafts=0)
+    while spans[0].start % PAGE_SIZE != PAGE_SIZE - 1:
+        spans = after(spans, runner.run(Round(tuple(spans), (), ahead=True)).verify)
+    spans = after(spans, runner.run(Round(tuple(spans), (), ahead=True)).verify)
+    before = graphs.times
+    (taken,) = pool.allocator.take(1)  # the page that the row of the next round was written to
+    (tokens,) = runner.run(Round(tuple(spans), ())).verify
+    assert graphs.times == before + 1, "the forward was run again"
+    pool.allocator.give_back([taken])
+    pool.check()
+    other = demo(bench, 1)
+    again = watched(other, Plain(other), ahead=False)
+    spans = begin(again, [_request("a")], drafts=0)
+    while spans[0].start <= PAGE_SIZE:
+        result = again.run(Round(tuple(spans), ()))
+        spans = after(spans, result.verify)
+    assert result.verify == (tokens,)
 
 
 def test_a_failure_ahead_is_left_to_the_next_round(bench: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,11 +225,8 @@ def test_a_failure_ahead_is_left_to_the_next_round(bench: Workbench, monkeypatch
         raise MemoryError("no room")
 
     monkeypatch.setattr(Uncaptured, "draft_behind", fail)
-    request, lane = _request("a"), plain.pool.admit(100)
-    assert lane is not None
-    (token,) = runner.run(Round((), (PrefillSpan(request, lane, 0, request.prompt, True),))).prefill
-    span = VerifySpan(request, lane, 3, token or 0, 7)
-    (tokens,) = runner.run(Round((span,), (), ahead=True)).verify
-    runner.run(Round((replace(span, start=3 + len(tokens), anchor=tokens[-1]),), (), ahead=True))
+    spans = begin(runner, [_request("a")], drafts=7)
+    spans = after(spans, runner.run(Round(tuple(spans), (), ahead=True)).verify)
+    runner.run(Round(tuple(spans), (), ahead=True))
     assert runner.proposed == 2
     plain.pool.check()

@@ -138,9 +138,7 @@ class Workbench:
         graphs = Graphs(target, drafter, pool) if case.cuda_graphs and pool.device.type == "cuda" else None
         arithmetic = describe(options)
         info = replace(loaded.info, arithmetic=arithmetic, fingerprint=fingerprint(arithmetic), max_concurrency=case.lanes)
-        runner = Runner(
-            target, drafter, pool, graphs=graphs, structures=loaded.runner.structures, draft_ahead=case.draft_ahead
-        )
+        runner = Runner(target, drafter, pool, graphs=graphs, structures=loaded.runner.structures, run_ahead=case.run_ahead)
         return EngineParts(runner, scheduler, info)
 
     def _drafter(self, case: Case, loaded: EngineParts, references: Mapping[str, Answers]) -> Drafter:

@@ -46,7 +46,7 @@ class Case:
     itl_budget_ms: float | None = None
     threads: int = 2
     cuda_graphs: bool = True
-    draft_ahead: bool = True
+    run_ahead: bool = True
     draft_swa: int | None = None
     draft_block_size: int | None = None
     draft_policy: DraftPolicy = "fixed"
@@ -174,7 +174,7 @@ def _drafting(part: Case) -> list[Case]:
         for drafts in range(1, BLOCK_SIZE - 1)
     ]
     cases += [
-        replace(part, name="on, 6 lanes, never drafted ahead", draft_ahead=False, keeps_of=part.name),
+        replace(part, name="on, 6 lanes, nothing run ahead", run_ahead=False, keeps_of=part.name),
         replace(part, name="on, 6 lanes, drafts vary by round", vary=True),
         replace(part, name="on, 6 lanes, every other request plain", mixed=True),
         replace(part, name="on, 6 lanes, drafts vary, neighbours", vary=True, mixed=True, neighbours=True),

@@ -114,11 +114,12 @@ CudaGraphs = Annotated[
         help="Capture the decode forwards at start-up and run each in one launch (GPU only). Tokens do not depend on it.",
     ),
 ]
-DraftAhead = Annotated[
+RunAhead = Annotated[
     bool,
     typer.Option(
-        "--draft-ahead/--no-draft-ahead",
-        help="Draft for the next round while the host reads this one's results (GPU only). Tokens do not depend on it.",
+        "--run-ahead/--no-run-ahead",
+        help="Launch the first forward of the next round before this one's results are read (GPU only, with graphs). Tokens "
+        "do not depend on it.",
     ),
 ]
 ExpandWeights = Annotated[

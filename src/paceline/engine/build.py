@@ -115,7 +115,7 @@ def build(options: EngineOptions, drafter: Drafter | None = None) -> EngineParts
         graphs=graphs,
         structures=Structures(Compiler(target_file.tokenizer(), info.vocab_size, info.eos_ids)),
         synthetic=_synthetic(options, drafter),
-        draft_ahead=options.draft_ahead,
+        run_ahead=options.run_ahead,
         nvtx=options.nvtx,
     )
     if device.type == "cuda":

@@ -64,7 +64,7 @@ class Round:
     prefill: tuple[PrefillSpan, ...]
     forks: tuple[Fork, ...] = ()
     ahead: bool = False
-    """Whether those who draft are expected to do so in the next round too, with nobody beside them."""
+    """Whether the next round is expected to have the same decoding lanes, drafting where they do in this one."""
 
     def __bool__(self) -> bool:
         return bool(self.verify or self.prefill)

@@ -78,9 +78,12 @@ class DecodeSeconds:
 
 
 class Policy(Protocol):
-    """``probing``: whether the round planned last drafts only in order to learn."""
+    """``probing``: whether the round planned last drafts only in order to learn; ``due``: whether the next one may."""
 
     probing: bool
+
+    @property
+    def due(self) -> bool: ...
 
     def plan(self, lanes: Sequence[LaneDrafts]) -> list[int]:
         """K of each lane, in their order, at most its ``most``."""
@@ -103,6 +106,7 @@ class FixedPolicy:
     """Every lane drafts as much as it may, always."""
 
     probing = False
+    due = False
 
     def plan(self, lanes: Sequence[LaneDrafts]) -> list[int]:
         return [lane.most for lane in lanes]
@@ -125,6 +129,10 @@ class AutoPolicy:
         self.probing = False
         self._plain = False
         self._since_probe = 0
+
+    @property
+    def due(self) -> bool:
+        return self._since_probe + 1 >= _PROBE_ROUNDS
 
     def plan(self, lanes: Sequence[LaneDrafts]) -> list[int]:
         self.probing = False
@@ -162,7 +170,7 @@ class AutoPolicy:
     def _with_probe(self, lanes: Sequence[LaneDrafts], drafts: list[int]) -> list[int]:
         """The plan, or now and then one to learn from: with some drafts of lanes that have none in it, as what is not
         drafted is not observed; or a plain round, if none of so many lanes was measured to compare drafting with."""
-        if self._since_probe < _PROBE_ROUNDS:
+        if self._since_probe < _PROBE_ROUNDS:  # which ``due`` has told
             return drafts
         probe = [count or min(lane.most, _PROBE_DRAFTS) for lane, count in zip(lanes, drafts, strict=True)]
         if probe == drafts and not self.costs.knows_plain(len(lanes)):

@@ -12,13 +12,14 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from paceline.accept import Verdict, accept
-from paceline.engine.ahead import DraftsAhead, draft_ahead
+from paceline.engine.ahead import DraftsAhead, VerifyAhead, run_ahead
 from paceline.engine.decode import DecodeInputs, decode_inputs, verify_forward
 from paceline.engine.drafting import Drafter
 from paceline.engine.graphs import Graphs
@@ -51,16 +52,16 @@ class Runner:
         graphs: Graphs | None = None,
         structures: Structures | None = None,
         synthetic: SyntheticAcceptance | None = None,
-        draft_ahead: bool = False,
+        run_ahead: bool = False,
         nvtx: bool = False,
     ) -> None:
         """``graphs`` are captured decode forwards, run where one fits; ``structures`` are of requests that have one;
-        ``synthetic`` replaces acceptance, in benchmarks only; ``draft_ahead``: where a round says so, and there are graphs,
-        draft for the next one before its results are read; ``nvtx`` marks the stages of a round for a profiler."""
+        ``synthetic`` replaces acceptance, in benchmarks only; ``run_ahead``: where a round says so, and there are graphs,
+        begin the next one before its results are read; ``nvtx`` marks the stages of a round for a profiler."""
         self.target, self.drafter, self.pool = target, drafter, pool
         self.graphs, self.structures, self.synthetic, self.nvtx = graphs, structures, synthetic, nvtx
-        self.draft_ahead = draft_ahead and graphs is not None
-        self._drafted: tuple[DraftsAhead, _Marks] | None = None
+        self.run_ahead = run_ahead and graphs is not None
+        self._begun: _Begun | None = None
 
     @property
     def ahead(self) -> bool:
@@ -77,8 +78,8 @@ class Runner:
         the engine: the device is lost, or it failed when the state had changed already. ``meanwhile`` is called when all
         has been launched and only the results are waited for."""
         clock, txn = _Clock(self.pool.device, self.nvtx), None
-        ahead = round.ahead and self.draft_ahead
-        drafted, self._drafted = self._drafted, None
+        ahead = round.ahead and self.run_ahead
+        begun, self._begun = self._begun, None
         if self.structures is not None:
             self.structures.begin([*(span.request for span in round.verify), *(span.request for span in round.prefill)])
         try:
@@ -86,9 +87,9 @@ class Runner:
             txn = self.pool.begin(spans, [LaneFork(fork.source, fork.lane) for fork in round.forks], packed=False)
             scores = Scores()
             with clock.stage("draft"):
-                drafts = self._draft(round.verify, drafted, clock)
+                drafts = self._draft(round.verify, begun, clock)
             with clock.stage("verify"):
-                verdict, broken = self._verify(round.verify, drafts, txn, scores)
+                verdict, broken = self._verify(round.verify, drafts, txn, scores, begun, clock)
             with clock.stage("prefill"):
                 first, broken_first = self._prefill(round, txn, scores)
             with clock.stage("commit"):
@@ -103,40 +104,38 @@ class Runner:
             raise RoundFailed(clock.current, cause) from cause
         arriving = Arriving(results)
         if ahead:
-            self._draft_ahead(round, verdict)
+            self._run_ahead(round, verdict)
         if meanwhile is not None:
             meanwhile()
         result = _read(round, arriving.wait(), verdict.tokens.shape[1], scores)
         self.pool.settle(txn, [*map(len, result.verify), *(span.length for span in round.prefill)])
-        if self._drafted is not None:
-            self._drafted[0].settle(result.verify)
+        if self._begun is not None:
+            self._begun.work.settle(result.verify)
         return replace(result, times=clock.times())
 
-    def _draft_ahead(self, round: Round, verdict: Verdict) -> None:
+    def _run_ahead(self, round: Round, verdict: Verdict) -> None:
         assert self.graphs is not None
         clock = _Clock(self.pool.device, self.nvtx)
         try:
-            with clock.stage("draft"):
-                drafts = draft_ahead(round, verdict, self.graphs)
+            with clock.stage("ahead"):
+                work = run_ahead(round, verdict, self.graphs, self.pool)
         except torch.AcceleratorError:
             raise
-        except Exception:  # this round is done; the next one drafts for itself, and knows what to do if that fails
-            log.warning("drafting ahead failed", exc_info=True)
+        except Exception:  # this round is done; the next one runs all of its own, and knows what to do if that fails
+            log.warning("running ahead failed", exc_info=True)
             return
-        self._drafted = (drafts, clock.marks["draft"]) if drafts else None
+        self._begun = _Begun(work, clock.marks["ahead"]) if work else None
 
-    def _draft(
-        self, spans: tuple[VerifySpan, ...], drafted: tuple[DraftsAhead, _Marks] | None, clock: _Clock
-    ) -> Tensor | None:
+    def _draft(self, spans: tuple[VerifySpan, ...], begun: _Begun | None, clock: _Clock) -> Tensor | None:
         """Drafts [D, B - 1] of the lanes that speculate in this round, and behind them the tokens that are known."""
         parts = []
         drafting = [span for span in spans if span.drafting]
         if drafting:
-            drafts = drafted[0].of(drafting) if drafted else None
-            if drafts is not None and drafted is not None:
-                clock.earlier["draft"] = drafted[1]
-            else:
+            drafts = begun.work.of(drafting) if begun and isinstance(begun.work, DraftsAhead) else None
+            if drafts is None:
                 drafts = self._propose(drafting)
+            elif begun is not None:
+                clock.add("draft", begun.marks)
             parts.append(foretold(drafts[: len(drafting)], [(span.request, span.generated) for span in drafting]))
         known = [span.known for span in spans if span.known]
         if known:
@@ -156,7 +155,13 @@ class Runner:
         return self.drafter.block_size if self.drafter else 1
 
     def _verify(
-        self, spans: tuple[VerifySpan, ...], drafts: Tensor | None, txn: Txn, scores: Scores
+        self,
+        spans: tuple[VerifySpan, ...],
+        drafts: Tensor | None,
+        txn: Txn,
+        scores: Scores,
+        begun: _Begun | None,
+        clock: _Clock,
     ) -> tuple[Verdict, Tensor]:
         """One packed forward over [anchor, drafts …] of every decoding lane; what each lane keeps and yields, and which
         spans [S] yield what is not a number."""
@@ -165,14 +170,11 @@ class Runner:
             return Verdict(none, none.view(0, 1), none), none
         following = any(span.drafting and span.request.structure is not None for span in spans)
         told = Arriving(drafts) if drafts is not None and following else None
-        captured = self.graphs.verify(spans) if self.graphs else None
-        if captured is not None:
-            inputs = captured.inputs
-            tokens, logits = captured.run(drafts)
+        if begun and isinstance(begun.work, VerifyAhead) and begun.work.serves(spans, self.pool):
+            inputs, tokens, logits = begun.work.captured.inputs, begun.work.tokens, begun.work.logits
+            clock.add("verify", begun.marks)
         else:
-            inputs = decode_inputs(spans, self._block_size, self.pool)
-            tokens = inputs.tokens(drafts)
-            logits = verify_forward(self.target, self.drafter, tokens, inputs.half)
+            inputs, tokens, logits = self._forward(spans, drafts)
         txn.decode = inputs.half
         draws = [(span.request, span.start + row + 1) for span in spans for row in range(span.length)]
         permits = self._permits(paths(spans, told.wait() if told else ()))
@@ -181,6 +183,15 @@ class Runner:
         verdict, at = self._accept(spans, inputs, tokens, picks)
         kept = torch.arange(at.shape[1], device=at.device) < verdict.keep.unsqueeze(1)
         return verdict, (_broken(logits[: len(draws)])[at] & kept).any(1)
+
+    def _forward(self, spans: tuple[VerifySpan, ...], drafts: Tensor | None) -> tuple[DecodeInputs, Tensor, Tensor]:
+        """(inputs, tokens [N], logits [N, V]), with padding at the end if it is captured."""
+        captured = self.graphs.verify(spans) if self.graphs else None
+        if captured is not None:
+            return captured.inputs, *captured.run(drafts)
+        inputs = decode_inputs(spans, self._block_size, self.pool)
+        tokens = inputs.tokens(drafts)
+        return inputs, tokens, verify_forward(self.target, self.drafter, tokens, inputs.half)
 
     def _accept(
         self, spans: Sequence[VerifySpan], inputs: DecodeInputs, tokens: Tensor, picks: Tensor
@@ -320,8 +331,7 @@ class _Clock:
         self._on_gpu = device.type == "cuda"
         self._nvtx = nvtx and self._on_gpu
         self.marks: dict[str, _Marks] = {}
-        self.earlier: dict[str, _Marks] = {}
-        """Of stages that ran before this round, which count instead."""
+        self._earlier: dict[str, _Marks] = {}
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -331,9 +341,16 @@ class _Clock:
             yield
         self.marks[name] = begin, self._mark()
 
+    def add(self, name: str, marks: _Marks) -> None:
+        """What was done of a stage before the round."""
+        self._earlier[name] = marks
+
     def times(self) -> RoundTimes:
         """Waits for the device."""
-        return RoundTimes(**{name: _seconds(begin, end) for name, (begin, end) in (self.marks | self.earlier).items()})
+        seconds = {name: _seconds(*marks) for name, marks in self.marks.items()}
+        for name, marks in self._earlier.items():
+            seconds[name] += _seconds(*marks)
+        return RoundTimes(**seconds)
 
     def _mark(self) -> _Mark:
         if not self._on_gpu:
@@ -345,6 +362,13 @@ class _Clock:
 
 _Mark = float | torch.cuda.Event
 _Marks = tuple[_Mark, _Mark]
+
+
+class _Begun(NamedTuple):
+    """What was run of a round before it, and when."""
+
+    work: DraftsAhead | VerifyAhead
+    marks: _Marks
 
 
 def _seconds(begin: _Mark, end: _Mark) -> float:

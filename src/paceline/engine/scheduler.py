@@ -113,8 +113,7 @@ class Scheduler:
         self.admission.make_room(self.max_drafts + 1)
         self.admission.admit()
         decode, restore, prefill = self._verify_spans(), self._restoring_spans(), self._prefill_spans()
-        ahead = any(span.drafting for span in decode) and not self.policy.probing and not any(span.final for span in prefill)
-        round = Round(decode + restore, prefill, self._forks(prefill), ahead)
+        round = Round(decode + restore, prefill, self._forks(prefill), not restore and self._repeats(decode, prefill))
         self._planned = round, self.clock()
         return round
 
@@ -137,6 +136,12 @@ class Scheduler:
             )
             for sequence, count in zip(decoding, drafts, strict=True)
         )
+
+    def _repeats(self, decode: tuple[VerifySpan, ...], prefill: tuple[PrefillSpan, ...]) -> bool:
+        """Whether the next round is expected to be like this one: nobody joins, and no plain lane is at its last token."""
+        if not decode or self.policy.probing or self.policy.due or any(span.final for span in prefill):
+            return False
+        return any(span.drafting for span in decode) or all(one.room > 1 for one in self.running if one.decoding)
 
     def _restoring_spans(self) -> tuple[VerifySpan, ...]:
         """Of what parked lanes had generated, the next tokens that are to be in state again; the anchor never is."""

@@ -29,8 +29,9 @@ from paceline.views import AttentionView, ContextView, GdnView, TargetViews
 
 @dataclass(frozen=True, slots=True)
 class SpanRows:
-    """Rows [start, start + length) of one lane. ``drafting`` lanes also get room for a drafter's block behind start, with
-    ``ahead`` behind whatever is kept."""
+    """Rows [start, start + length) of one lane. ``drafting`` lanes also get room for a drafter's block behind start. With
+    ``ahead`` there is room, as far as it is reserved, for what may be run behind the rows that are kept: such a block, or a
+    row."""
 
     lane: int
     start: int
@@ -172,6 +173,10 @@ class StatePool:
         self._table_changed = True
         self._free_lanes.append(lane)
 
+    def page(self, lane: int, position: int) -> int:
+        """The page for a position; ``DUMMY_PAGE`` where the lane has none."""
+        return int(self._table[lane, position // PAGE_SIZE])
+
     def committed(self, lane: int) -> int:
         return self._lanes[lane].committed
 
@@ -205,9 +210,10 @@ class StatePool:
         lane = self._lanes[span.lane]
         assert span.start == lane.committed, f"span at {span.start}, lane committed {lane.committed}"
         assert span.kind == "decode" or span.start % CHUNK_SIZE == 0, f"prompt chunk at {span.start}"
-        rows = max(span.length, (self.shape.draft_rows + span.ahead * span.length) if span.drafting else 0)
-        missing = min(self.shape.reserve(span.start + span.length), pages_for(span.start + rows)) - len(lane.pages)
-        assert len(lane.pages) + missing <= lane.reserved, "a lane outgrew its reservation"
+        block = self.shape.draft_rows if span.drafting else 0
+        rows = span.length + max(block, 1) if span.ahead else max(span.length, block)
+        assert pages_for(span.start + span.length) <= lane.reserved, "a lane outgrew its reservation"
+        missing = min(lane.reserved, pages_for(span.start + rows)) - len(lane.pages)
         if missing > 0:
             lane.pages += self.allocator.take(missing)
             self._table[span.lane, : len(lane.pages)] = lane.pages
