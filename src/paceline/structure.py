@@ -8,7 +8,9 @@ and back again changes nothing. Whitespace between the parts of JSON is bounded,
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Collection, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -37,7 +39,11 @@ _JSON: JsonCompileOptions = {
     "coerce_one_of": False,
 }
 """Also against a schema that brings options of its own."""
+_STACK = 128 * 2**20
+"""Bytes, of which only those used become memory. The deepest grammars found within ``MAX_STRUCTURE`` need 8 to 16 MiB."""
 _COMPILED = 32
+_SHOWN = 400
+"""Characters of an error, which may quote all of a structure."""
 _MAX_STATES = 50_000
 """Of the automaton that reads the words of a grammar, about 2 kB each. It grows while it is used."""
 
@@ -56,8 +62,8 @@ class Codec(Protocol):
 
 
 class Compiler:
-    """Compiles structures for the tokens of a model with ``vocab_size`` logits. Thread safe; the first use takes about a
-    second for a vocabulary of 250,000."""
+    """Compiles structures for the tokens of a model with ``vocab_size`` logits, in a thread of its own. Thread safe; the
+    first use takes about a second for a vocabulary of 250,000."""
 
     def __init__(self, codec: Codec, vocab_size: int, eos_ids: Collection[int]) -> None:
         self._codec, self.vocab_size, self._eos_ids = codec, vocab_size, sorted(eos_ids)
@@ -68,10 +74,25 @@ class Compiler:
     def _tokenizer(self) -> LLTokenizer:
         return LLTokenizer(_Vocabulary(self._codec, self.vocab_size, self._eos_ids), self.vocab_size, self._eos_ids)
 
+    @functools.cached_property
+    def _worker(self) -> ThreadPoolExecutor:
+        """llguidance goes into the depth of a grammar by recursion, which no limit of its own bounds."""
+        before = threading.stack_size(_STACK)
+        try:
+            worker = ThreadPoolExecutor(1, thread_name_prefix="structures")
+            worker.submit(int).result()  # starts the thread
+        finally:
+            threading.stack_size(before)
+        return worker
+
+    def submit(self, structure: Structure) -> Future[LLMatcher]:
+        """The result of ``compile``, later."""
+        return self._worker.submit(lambda: self._compiled(structure).deep_copy())
+
     def compile(self, structure: Structure) -> LLMatcher:
         """A matcher at the beginning of the answer. ``InvalidRequest`` says what is wrong with a structure that is none, is
         too large, or that no text has."""
-        return self._compiled(structure).deep_copy()
+        return self.submit(structure).result()
 
     def _compile(self, structure: Structure) -> LLMatcher:
         if not self._eos_ids:
@@ -129,7 +150,9 @@ def _refused(structure: Structure, why: str) -> InvalidRequest:
 def summary(error: str) -> str:
     """What llguidance says, without its own state."""
     text = error.split("<state>")[0].replace("<non-verbose/>", "").strip()
-    return "no text fits it" if text.startswith("NoExtension") else text
+    if text.startswith("NoExtension"):
+        return "no text fits it"
+    return text if len(text) <= _SHOWN else text[:_SHOWN] + "…"
 
 
 def words_of(vocab_size: int) -> int:

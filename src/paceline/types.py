@@ -22,7 +22,7 @@ MAX_LOGPROBS = 20
 """How many of the likeliest tokens a request may ask for at each position."""
 MAX_CHOICES = 128
 """Answers to one prompt in one request."""
-MAX_STRUCTURE = 65_536
+MAX_STRUCTURE = 32_768
 """Characters of a schema, an expression or a grammar: what bounds the time that it takes to compile."""
 
 

@@ -8,7 +8,7 @@ in that draft's place is another. The grammar begins where the answer does: behi
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -64,12 +64,11 @@ class _Walk:
 
 
 class Structures:
-    """Compiles in a thread of its own. A matcher is kept while its request is in every round; a lane that was parked gets a
-    new one, which reads its answer again."""
+    """A matcher is kept while its request is in every round; a lane that was parked gets a new one, which reads its answer
+    again."""
 
     def __init__(self, compiler: Compiler) -> None:
         self.compiler = compiler
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="structures")
         self._pending: dict[Structure, Future[LLMatcher]] = {}
         self._walks: dict[str, _Walk] = {}
 
@@ -80,7 +79,7 @@ class Structures:
             return True
         future = self._pending.get(structure)
         if future is None:
-            self._pending[structure] = self._worker.submit(self.compiler.compile, structure)
+            self._pending[structure] = self.compiler.submit(structure)
             return False
         if future.done():
             del self._pending[structure]

@@ -299,7 +299,6 @@ class Service:
         self._closed = asyncio.Event()
         self._worker = ThreadPoolExecutor(2, thread_name_prefix="tokenize", initializer=_lower_priority)
         self._compiler: Compiler | None = None
-        self._compiling = ThreadPoolExecutor(1, thread_name_prefix="structure", initializer=_lower_priority)
 
     def attach(self, backend: Backend) -> None:
         """Begin to serve. May be called from any thread."""
@@ -334,6 +333,10 @@ class Service:
         await self._check(request.sampling.structure)
         return self._start(endpoint, [prompt], request.sampling, request.urgency, arrived, plan=plan)
 
+    async def count(self, request: ChatRequest, size: int) -> int:
+        """How many tokens a chat's prompt has, whether it fits or not. ``size`` as for ``chat``."""
+        return await self.work(size, _count, self.ready(), request)
+
     async def complete(self, request: CompletionRequest, size: int, arrived: float) -> Generation:
         """Start ``n`` choices for each prompt, one prompt after another. ``size`` and ``arrived`` as for ``chat``."""
         backend = self.ready()
@@ -347,7 +350,7 @@ class Service:
         """Refuse a structure that cannot be compiled. The engine compiles it again, and knows then that it can."""
         if structure is not None:
             assert self._compiler is not None, "there is one as soon as there is a backend"
-            await asyncio.get_running_loop().run_in_executor(self._compiling, self._compiler.compile, structure)
+            await asyncio.wrap_future(self._compiler.submit(structure))
 
     def abort_all(self, error: PacelineError) -> None:
         """End every running generation with this error, and answer later requests with it."""
@@ -422,6 +425,12 @@ def _chat_prompt(backend: Backend, request: ChatRequest) -> tuple[tuple[int, ...
     return _encode(backend, text, "messages"), plan
 
 
+def _count(backend: Backend, request: ChatRequest) -> int:
+    text = chat_text(backend, request)
+    _utf8_size(text, "messages")
+    return len(backend.tokenizer.encode(text))
+
+
 def _completion_prompts(backend: Backend, request: CompletionRequest) -> list[tuple[int, ...]]:
     return [
         _encode(backend, prompt, "prompt") if isinstance(prompt, str) else _given_ids(backend, prompt)
@@ -448,16 +457,19 @@ def _given_ids(backend: Backend, prompt: tuple[int, ...]) -> tuple[int, ...]:
 
 def _encode(backend: Backend, text: str, param: str) -> tuple[int, ...]:
     """Token ids of a text that fits. A text that cannot fit is refused before it costs seconds of tokenising."""
-    max_ctx = backend.handle.info.max_ctx
-    try:
-        size = len(text.encode("utf-8"))
-    except UnicodeEncodeError as error:
-        raise InvalidRequest(f"{param} is not valid Unicode text: {error.reason}", param=param) from None
+    max_ctx, size = backend.handle.info.max_ctx, _utf8_size(text, param)
     # A tokenizer may normalise first. To do it here would show the exact size, but Python's NFC takes quadratic time.
     bytes_per_token = backend.tokenizer.max_token_bytes * (1 if text.isascii() else NFC_SHRINKAGE)
     if size >= max_ctx * bytes_per_token:
         raise _too_long(f"at least {-(-size // bytes_per_token)}", max_ctx, param)
     return _fitting(tuple(backend.tokenizer.encode(text)), max_ctx, param)
+
+
+def _utf8_size(text: str, param: str) -> int:
+    try:
+        return len(text.encode("utf-8"))
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(f"{param} is not valid Unicode text: {error.reason}", param=param) from None
 
 
 def _fitting(prompt: tuple[int, ...], max_ctx: int, param: str) -> tuple[int, ...]:
