@@ -77,7 +77,7 @@ def test_every_metric_is_documented() -> None:
 
 def test_the_structure_lists_every_source_file_and_no_other() -> None:
     listed = set(re.findall(r"^\| `([\w/.]+)` \|", STRUCTURE, re.MULTILINE))
-    files = {str(path.relative_to(SOURCE)) for path in SOURCE.rglob("*") if path.suffix in (".py", ".jsonl")}
+    files = {str(path.relative_to(SOURCE)) for path in SOURCE.rglob("*") if path.suffix in (".py", ".jsonl", ".json", ".toml")}
     assert listed == {name for name in files if not Path(name).name.startswith("__")}
 
 

@@ -34,17 +34,54 @@ def test_help_needs_no_torch() -> None:
         "import sys; from paceline.cli import main; main(['bench', 'serve', '--help']); assert 'torch' not in sys.modules"
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=20)
-    assert (ended.returncode, ended.stderr) == (0, "") and "--check-equal" in ended.stdout
+    assert (ended.returncode, ended.stderr) == (0, "") and "--workload" in ended.stdout
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["serve", "--concurrency", "1,x"], "concurrency must be integers with commas between them, got '1,x'"),
-        (["serve", "--config", "fast"], "--config must be NAME=FLAGS, such as plain=--no-speculation, got 'fast'"),
-        (["serve", "--output-tokens", "0"], "output_tokens must be at least 1, got 0"),
+        (["serve", "--concurrency", "2,2"], "concurrency must hold different numbers of at least 1, got (2, 2)"),
+        (["serve", "--config", "fast"], "--config must be NAME=FLAGS, such as off=--no-speculation, got 'fast'"),
+        (["serve", "--config", "a=", "--config", "a=-x"], "--config names must differ, got a, a"),
+        (["serve", "--workload", "fixed", "--output-tokens", "0"], "output_tokens must be at least 1, got 0"),
+        (["serve", "--workload", "mixed"], "workload must be manifest or fixed, got 'mixed'"),
+        (["serve", "--server", "tgi"], "there is no server 'tgi'; there are paceline, llama-server"),
+        (["serve", "--repeats", "0"], "repeats must be at least 1, got 0"),
+        (["serve", "--fresh", "never"], "fresh must be cell or configuration, got 'never'"),
+        (["screen", "all"], "there is no screen 'all'; there are drafts, blocks, acceptance, contexts, burst, mixed"),
+        (["screen", "contexts", "--longest", "10"], "--workload names must differ, got none"),
+        (["report"], "a directory of a run is needed, or --compare with two"),
     ],
 )
 def test_bad_options_are_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", *arguments]) == 1
     assert capsys.readouterr().err == f"error: {message}\n"
+
+
+def test_a_run_its_report_and_the_ratios_of_two(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    servers = tmp_path / "servers.toml"
+    stand_in = Path(__file__).parents[1] / "bench" / "standin.py"
+    servers.write_text(
+        f'[stand-in]\ncommand = ["{{python}}", "{stand_in}", "--port", "{{port}}"]\n'
+        "[stand-in.configurations]\noff = { speculation = false }\n"
+        'on = { flags = ["--drafts"], speculation = true }\n'
+    )
+    shared = ["--servers", str(servers), "--server", "stand-in", "--requests", "4", "--fresh", "configuration"]
+    for name in ("a", "b"):
+        command = ["bench", "serve", *shared, "--concurrency", "1,2", "--out", str(tmp_path / name)]
+        assert main(command) == 0, capsys.readouterr()
+    assert main([*command, "--seed", "1"]) == 1
+    shown = capsys.readouterr()
+    assert "holds a run with another plan" in shown.err and "stand-in on, manifest, C=2, repeat 0: " in shown.out
+
+    assert main(["bench", "report", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+    assert capsys.readouterr().out.count("| stand-in | on | 2 |") == 2
+    assert (tmp_path / "a" / "report.html").read_text().count("<h2>") == 3
+    assert main(["bench", "report", "--compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+    assert capsys.readouterr().out.count("| stand-in |") == 4
+
+    cell = next((tmp_path / "a" / "cells").iterdir())
+    cell.write_text(cell.read_text() + " ")
+    assert main(["bench", "report", str(tmp_path / "a")]) == 1
+    assert cell.name in capsys.readouterr().err

@@ -29,13 +29,14 @@ def load_workload() -> list[dict[str, Any]]:
     return [json.loads(line) for line in WORKLOAD.read_text().splitlines()]
 
 
-def prompts(tokenizer: Tokenizer, count: int, length: int) -> list[list[int]]:
-    """``count`` prompts of ``length`` token ids: its number, as no two may begin alike, and a piece of the workload."""
+def prompts(tokenizer: Tokenizer, count: int, length: int, first: int = 0) -> list[list[int]]:
+    """``count`` prompts of ``length`` token ids: its number, counted from ``first``, as no two may begin alike, and a piece
+    of the workload."""
     text = "\n".join(message["content"] for entry in load_workload() for message in entry["messages"])
     corpus = [token for token in tokenizer.encode(text) if token not in tokenizer.special_ids]
     endless = corpus * (-(-length // len(corpus)) + 1)
     made = []
-    for number in range(count):
+    for number in range(first, first + count):
         start = number * length % len(corpus)
         made.append((tokenizer.encode(f"{number}. ") + endless[start : start + length])[:length])
     return made
@@ -100,6 +101,12 @@ def _sample(file: Path, digest: hashlib._Hash) -> None:
         for block in range(_BLOCKS):
             source.seek(max(0, size - _BLOCK_BYTES) * block // (_BLOCKS - 1))
             digest.update(source.read(_BLOCK_BYTES))
+
+
+def gpu_memory_mib() -> list[int]:
+    """Memory in use on each GPU; empty without nvidia-smi."""
+    lines = _output("nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits").splitlines()
+    return [int(line) for line in lines if line.strip().isdigit()]
 
 
 def write(path: Path, document: dict[str, Any]) -> None:
