@@ -121,6 +121,7 @@ _LOWEST = {
     "max_ctx": 2,
     "draft_swa": 1,
     "draft_block_size": 2,
+    "draft_max": 1,
     "kv_pool_tokens": 1,
     "prefill_tokens": CHUNK_SIZE,
     "threads": 1,
@@ -131,6 +132,7 @@ _MAY_BE_NONE = (
     "max_ctx",
     "draft_swa",
     "draft_block_size",
+    "draft_max",
     "kv_pool_tokens",
     "threads",
     "spec_synth_len",
@@ -154,6 +156,7 @@ class EngineOptions:
     speculation: bool = True
     draft_swa: int | None = None
     draft_block_size: int | None = None
+    draft_max: int | None = None
     draft_policy: DraftPolicy = "auto"
     kv_pool_tokens: int | None = None
     admission_coalesce_ms: float = 20.0

@@ -5,8 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import typer
 
+from paceline.bench.matrix import Plan
+from paceline.bench.screens import SCREENS, screen, with_flags
 from paceline.bench.servers import Configuration, fill, read_servers
+from paceline.cli.app import _application
 from paceline.errors import ConfigError
 
 
@@ -59,6 +63,22 @@ def test_placeholders_are_filled_and_json_is_left_alone() -> None:
     assert fill('{port} {"a": {"b": 1}} {model}', {"port": "8", "model": "m.gguf"}) == '8 {"a": {"b": 1}} m.gguf'
     with pytest.raises(ConfigError, match=r"unknown placeholder \{modle\}; there are \{model\}"):
         fill("-m {modle}", {"model": "x"})
+
+
+@pytest.mark.parametrize("name", list(SCREENS))
+def test_every_screen_is_a_plan_whose_flags_the_server_knows(name: str) -> None:
+    chosen = screen(name)
+    server = with_flags(read_servers()["paceline"], ("--max-ctx", "99"), chosen.configurations)
+    plan = Plan("demo", "demo", (server,), chosen.workloads, chosen.concurrency, lanes=chosen.lanes)
+    cells = [cell for group in plan.groups() for cell in group]
+    assert len(cells) == len(chosen.configurations) * len(chosen.workloads) * len(chosen.concurrency)
+    command = typer.main.get_command(_application())
+    assert isinstance(command, typer.core.TyperGroup)
+    known = {
+        option for parameter in command.commands["serve"].params for option in parameter.opts + parameter.secondary_opts
+    }
+    flags = {flag for made in server.configurations for flag in made.flags if flag.startswith("--")}
+    assert flags <= known and not chosen.configurations[0].speculation
 
 
 def test_configurations_are_names_and_flags() -> None:

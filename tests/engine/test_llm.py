@@ -273,12 +273,24 @@ def test_counters(llm: LLM) -> None:
     assert llm.fingerprint == llm.info.fingerprint and llm.fingerprint.startswith("pl-")
 
 
+def test_no_more_drafts_than_the_most_are_verified_and_the_tokens_stay(llm: LLM) -> None:
+    params = SamplingParams(temperature=0.8, seed=3, max_tokens=24)
+    (expected,) = llm.generate(TEXT, params)
+    with LLM(max_concurrency=1, max_ctx=MAX_CTX, threads=1, draft_policy="fixed", draft_max=1) as capped:
+        (result,) = capped.generate(TEXT, params)
+        drafted = capped.stats().drafted
+    assert result.tokens == expected.tokens
+    assert len(drafted) == 1 and max(result.stats.keeps) <= 2 < max(expected.stats.keeps)
+
+
 def test_options_that_cannot_work_are_refused() -> None:
     trained = open_target(DEMO_TARGET).config.context_length
     with pytest.raises(ConfigError, match=f"max_ctx {trained + 1} exceeds the model's context of {trained}"):
         LLM(max_ctx=trained + 1)
     with pytest.raises(ConfigError, match="draft_block_size 9 exceeds .* 8"):
         LLM(draft_block_size=9, max_ctx=256)
+    with pytest.raises(ConfigError, match="draft_max 4 exceeds the 3 drafts of the drafter's block of 4"):
+        LLM(draft_max=4, draft_block_size=4, max_ctx=256)
     with pytest.raises(TypeError, match="max_context"):
         LLM(max_context=256)
 

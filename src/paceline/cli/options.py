@@ -67,6 +67,16 @@ DraftBlockSize = Annotated[
         show_default="as trained",
     ),
 ]
+DraftMax = Annotated[
+    int | None,
+    typer.Option(
+        "--draft-max",
+        metavar="N",
+        help="The most drafts of a lane that a round verifies, of those in the block. Tokens do not depend on it. "
+        + _DRAFTING_ONLY,
+        show_default="all",
+    ),
+]
 DraftPolicy = Annotated[
     str,
     typer.Option(

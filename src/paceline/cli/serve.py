@@ -16,6 +16,7 @@ from paceline.cli.options import (
     Device,
     Draft,
     DraftBlockSize,
+    DraftMax,
     DraftPolicy,
     DraftSwa,
     Dtype,
@@ -50,6 +51,7 @@ def serve(
     draft: Draft = str(DEFAULTS.drafter),
     speculation: Speculation = DEFAULTS.speculation,
     draft_block_size: DraftBlockSize = DEFAULTS.draft_block_size,
+    draft_max: DraftMax = DEFAULTS.draft_max,
     draft_policy: DraftPolicy = DEFAULTS.draft_policy,
     draft_swa: DraftSwa = DEFAULTS.draft_swa,
     device: Device = DEFAULTS.device,
@@ -190,6 +192,7 @@ def serve(
         drafter=draft,
         speculation=speculation,
         draft_block_size=draft_block_size,
+        draft_max=draft_max,
         draft_policy=cast(Any, draft_policy),  # EngineOptions checks it
         draft_swa=draft_swa,
         device=device,

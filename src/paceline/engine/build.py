@@ -88,6 +88,7 @@ def build(options: EngineOptions, drafter: Drafter | None = None) -> EngineParts
         pool,
         max_ctx=shape.max_ctx,
         block_size=block_size,
+        draft_max=options.draft_max,
         pacer=Pacer(options.prefill_tokens, options.itl_budget_ms),
         clock=time.monotonic,
         policy=policy,
@@ -255,6 +256,12 @@ def _check_drafter(
         return None
     check_pair(target, drafter)
     config = effective_drafter(drafter.config, options.draft_swa, options.draft_block_size)
+    if options.draft_max is not None and options.draft_max >= config.block_size:
+        raise ConfigError(
+            f"draft_max {options.draft_max} exceeds the {config.block_size - 1} drafts of the drafter's block of "
+            f"{config.block_size}",
+            param="draft_max",
+        )
     log.info("%s", window_line(config))
     log.info("fixed %s width=%d", config.kind, config.block_size)
     return config

@@ -28,13 +28,16 @@ class Scheduler:
         *,
         max_ctx: int,
         block_size: int,
+        draft_max: int | None = None,
         pacer: Pacer,
         clock: Callable[[], float],
         policy: Policy | None = None,
     ) -> None:
-        """``block_size`` is the drafter's (1 without one); ``pacer`` says how many prompt tokens a round reads. ``policy``
-        chooses the drafts of each lane; without one every lane drafts fully."""
-        self.lanes, self.max_ctx, self.max_drafts = lanes, max_ctx, block_size - 1
+        """``block_size`` is the drafter's (1 without one), of whose drafts ``draft_max`` are verified at most; ``pacer``
+        says how many prompt tokens a round reads. ``policy`` chooses the drafts of each lane; without one every lane
+        drafts fully."""
+        self.lanes, self.max_ctx = lanes, max_ctx
+        self.max_drafts = block_size - 1 if draft_max is None else min(draft_max, block_size - 1)
         self.pacer, self.clock = pacer, clock
         self.policy = policy or FixedPolicy()
         self.admission = Admission(lanes, clock)
