@@ -9,14 +9,11 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from demo_server import demo_server
 from openai.types.chat import ChatCompletionChunk
 from scripted import END, Running, bursts, eventually, joined, running
 
-from paceline.config import EngineOptions
-from paceline.engine.build import resolve_paths
-from paceline.engine.engine import Engine
 from paceline.server.service import Backend
-from paceline.weights.load import open_target
 from paceline.weights.template import ChatTemplate
 
 CHAT = "/v1/chat/completions"
@@ -210,18 +207,8 @@ OTHER = tool("get_weather", city="string")
 
 @pytest.fixture(scope="module")
 def demo() -> Iterator[tuple[openai.OpenAI, Running]]:
-    options = EngineOptions(max_ctx=1024, max_concurrency=3, draft_policy="fixed")
-    target = open_target(resolve_paths(options)[0])
-    template = target.chat_template()
-    assert template is not None
-    engine = Engine(options)
-    try:
-        with running() as server:
-            server.service.attach(Backend(engine, target.tokenizer(), template))
-            with openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0) as client:
-                yield client, server
-    finally:
-        engine.close()
+    with demo_server() as server, openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0) as client:
+        yield client, server
 
 
 def test_the_demo_pair_calls_a_tool_and_reads_its_result(demo: tuple[openai.OpenAI, Running]) -> None:

@@ -28,7 +28,7 @@ class Block:
 
 
 Step = tuple[Literal["begin", "more", "end"], Block, str]
-"""A block begins, has more text, or ends."""
+"""A block begins, has more text, or ends. When a burst's steps are looked at, all of its text is in the blocks already."""
 
 
 class Blocks:

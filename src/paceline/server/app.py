@@ -1,4 +1,4 @@
-"""The HTTP face: routes, keys, errors. OpenAI's API over a ``Service``."""
+"""The HTTP face: routes, keys, errors. OpenAI's API over a ``Service``, and others beside it."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from paceline.errors import InvalidRequest, PacelineError
+from paceline.server.anthropic import messages
 from paceline.server.http import EveryRequest, KeyCheck, error_response, json_response
 from paceline.server.protocol import ChatRequest, CompletionRequest, UnknownModel, parse_chat, parse_completion
 from paceline.server.replies import ChatReply, CompletionReply, Reply, printable
@@ -47,6 +48,7 @@ def create_app(service: Service) -> FastAPI:
     keys = [Depends(KeyCheck(options.api_keys))]
     app.include_router(_api(service), dependencies=keys)
     app.include_router(responses(service), dependencies=keys)
+    app.include_router(messages(service), dependencies=keys)
     app.include_router(utilities(service), dependencies=keys)
     app.include_router(_operations(service))
     return app

@@ -93,7 +93,7 @@ class ResponsesReply(Reply):
             "completed_at": int(time.time()) if status == "completed" else None,
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-            "output": [self._item(block, self._status_of(block, status)) for block in self._blocks.all],
+            "output": [self._item(block, block.text, self._status_of(block, status)) for block in self._blocks.all],
             "usage": usage and _usage(usage),
         }
 
@@ -118,23 +118,22 @@ class ResponsesReply(Reply):
         return events
 
     def _begin(self, block: Block) -> list[dict[str, Any]]:
-        item = self._item(block, "in_progress") | ({} if block.kind == "call" else {"content": []})
+        item = self._item(block, "", "in_progress") | ({} if block.kind == "call" else {"content": []})
         added = self._event("response.output_item.added", output_index=block.index, item=item)
         if block.kind == "call":
             return [added]
-        return [added, self._inside(block, "response.content_part.added", part=_part(block))]
+        return [added, self._inside(block, "response.content_part.added", part=_part(block, ""))]
 
     def _end(self, block: Block) -> list[dict[str, Any]]:
-        done = f"{_STREAMED[block.kind]}.done"
-        status = self._status_of(block, self._status())
+        done, text = f"{_STREAMED[block.kind]}.done", block.text
         if block.kind == "call":
-            events = [self._inside(block, done, name=block.name, arguments=block.text)]
+            events = [self._inside(block, done, name=block.name, arguments=text)]
         else:
             events = [
-                self._inside(block, done, text=block.text, **_extra(block)),
-                self._inside(block, "response.content_part.done", part=_part(block)),
+                self._inside(block, done, text=text, **_extra(block)),
+                self._inside(block, "response.content_part.done", part=_part(block, text)),
             ]
-        item = self._item(block, status)
+        item = self._item(block, text, self._status_of(block, self._status()))
         return [*events, self._event("response.output_item.done", output_index=block.index, item=item)]
 
     def _inside(self, block: Block, kind: str, **fields: Any) -> dict[str, Any]:
@@ -146,15 +145,15 @@ class ResponsesReply(Reply):
         prefix = {"content": "msg", "thought": "rs", "call": "fc"}[block.kind]
         return f"{prefix}_{self._key}_{block.index}"
 
-    def _item(self, block: Block, status: str) -> dict[str, Any]:
+    def _item(self, block: Block, text: str, status: str) -> dict[str, Any]:
         item: dict[str, Any] = {"id": self._id(block), "status": status}
         if block.kind == "content":
-            return item | {"type": "message", "role": "assistant", "content": [_part(block)]}
+            return item | {"type": "message", "role": "assistant", "content": [_part(block, text)]}
         if block.kind == "call":
-            call = {"call_id": f"call_{self._key}_{block.index}", "name": block.name, "arguments": block.text}
+            call = {"call_id": f"call_{self._key}_{block.index}", "name": block.name, "arguments": text}
             return item | {"type": "function_call"} | call
-        sealed = {"encrypted_content": seal_thought(block.text)} if self._keeps_thoughts else {}
-        return item | {"type": "reasoning", "summary": [], "content": [_part(block)]} | sealed
+        sealed = {"encrypted_content": seal_thought(text)} if self._keeps_thoughts else {}
+        return item | {"type": "reasoning", "summary": [], "content": [_part(block, text)]} | sealed
 
 
 _STREAMED = {
@@ -164,10 +163,10 @@ _STREAMED = {
 }
 
 
-def _part(block: Block) -> dict[str, Any]:
+def _part(block: Block, text: str) -> dict[str, Any]:
     if block.kind == "thought":
-        return {"type": "reasoning_text", "text": block.text}
-    return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": []}
+        return {"type": "reasoning_text", "text": text}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
 def _extra(block: Block) -> dict[str, Any]:

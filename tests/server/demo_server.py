@@ -1,0 +1,30 @@
+"""The demo pair behind a server, for tests of whole flows."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from scripted import Running, running
+
+from paceline.config import EngineOptions
+from paceline.engine.build import resolve_paths
+from paceline.engine.engine import Engine
+from paceline.server.service import Backend
+from paceline.weights.load import open_target
+
+
+@contextlib.contextmanager
+def demo_server() -> Iterator[Running]:
+    """Its engine is not scripted: the backend's handle is the real one."""
+    options = EngineOptions(max_ctx=1024, max_concurrency=3, draft_policy="fixed")
+    target = open_target(resolve_paths(options)[0])
+    template = target.chat_template()
+    assert template is not None
+    engine = Engine(options)
+    try:
+        with running() as server:
+            server.service.attach(Backend(engine, target.tokenizer(), template))
+            yield server
+    finally:
+        engine.close()
