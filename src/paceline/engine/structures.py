@@ -107,8 +107,7 @@ class Structures:
         """Add the path's rows to ``rows`` and their masks to ``words``."""
         tokens, steps = list(path.generated), 0
         begin = _begin(path.request, tokens)
-        if begin is not None:
-            self._catch_up(path.request, walk, tokens[begin:])
+        self._catch_up(path.request, walk, [] if begin is None else tokens[begin:])
         for row in range(len(path.drafts) + 1):
             if row > 0:
                 tokens.append(path.drafts[row - 1])
