@@ -12,9 +12,11 @@ import typer
 import paceline
 from paceline.cli.app import _application
 from paceline.config import EngineOptions
+from paceline.server.anthropic_input import COUNT_FIELDS, MESSAGES_FIELDS, OUTPUT_FIELDS, THINKING_FIELDS
 from paceline.server.metrics import Metrics
 from paceline.server.options import ServerOptions
 from paceline.server.protocol import CHAT_FIELDS, COMPLETION_FIELDS, DETOKENIZE_FIELDS, TOKENIZE_FIELDS
+from paceline.server.responses_input import REASONING_FIELDS, RESPONSES_FIELDS, TEXT_FIELDS
 from paceline.types import EngineHandle, EngineStats, LaneStats
 
 ROOT = Path(__file__).parent.parent
@@ -47,7 +49,14 @@ def test_the_readme_has_every_field_of_the_engine_options() -> None:
     assert fields <= quoted(README)
 
 
-@pytest.mark.parametrize("fields", [CHAT_FIELDS, COMPLETION_FIELDS, TOKENIZE_FIELDS, DETOKENIZE_FIELDS])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        *(CHAT_FIELDS, COMPLETION_FIELDS, TOKENIZE_FIELDS, DETOKENIZE_FIELDS),
+        *(RESPONSES_FIELDS, REASONING_FIELDS, TEXT_FIELDS),
+        *(MESSAGES_FIELDS, COUNT_FIELDS, THINKING_FIELDS, OUTPUT_FIELDS),
+    ],
+)
 def test_every_request_field_is_documented(fields: dict[str, object]) -> None:
     assert set(fields) <= quoted(SERVER)
 
@@ -77,7 +86,9 @@ def test_every_metric_is_documented() -> None:
 
 def test_the_structure_lists_every_source_file_and_no_other() -> None:
     listed = set(re.findall(r"^\| `([\w/.]+)` \|", STRUCTURE, re.MULTILINE))
-    files = {str(path.relative_to(SOURCE)) for path in SOURCE.rglob("*") if path.suffix in (".py", ".jsonl", ".json", ".toml")}
+    files = {
+        str(path.relative_to(SOURCE)) for path in SOURCE.rglob("*") if path.suffix in (".py", ".jsonl", ".json", ".toml")
+    }
     assert listed == {name for name in files if not Path(name).name.startswith("__")}
 
 

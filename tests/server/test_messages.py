@@ -225,7 +225,7 @@ def test_a_key_is_needed_as_anywhere() -> None:
             pytest.raises(anthropic.AuthenticationError) as caught,
         ):
             client.messages.count_tokens(model="m", messages=HELLO)
-        assert caught.value.type == "authentication_error"
+        assert caught.value.response.json()["error"]["type"] == "authentication_error"
 
 
 # -- what comes out --------------------------------------------------------------------------------------------------------
