@@ -17,10 +17,10 @@ THINK, END_THINK = "<think>", "</think>"
 
 
 class ReplyParser:
-    """``thinking``: the prompt ends inside a thought; else a reply that begins with <think> has one. With ``tools`` and the
-    ``form`` of the model's calls these are looked for behind the thought."""
+    """``thinking``: the prompt ends inside a thought; else a reply that begins with <think> has one, except with None. With
+    ``tools`` and the ``form`` of the model's calls these are looked for behind the thought."""
 
-    def __init__(self, *, thinking: bool = False, tools: Tools | None = None, form: CallFormat | None = None) -> None:
+    def __init__(self, *, thinking: bool | None = False, tools: Tools | None = None, form: CallFormat | None = None) -> None:
         self.calls = 0
         self.complete = False
         """Whether the reply is over, as far as the request wants it: no parallel calls, and one is complete."""
@@ -32,7 +32,9 @@ class ReplyParser:
         self._gap = ""
         self._call: CallReader | None = None
         self._shown = False
-        self._step: Callable[[bool], bool] = self._thought if thinking else self._begin
+        self._step: Callable[[bool], bool] = (
+            self._thought if thinking else self._begin if thinking is not None else self._content
+        )
 
     @property
     def thinking(self) -> bool:

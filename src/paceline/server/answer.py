@@ -16,10 +16,10 @@ from paceline.types import Forcing
 
 @dataclass(frozen=True, slots=True)
 class AnswerPlan:
-    """``thinking``: the prompt ends inside a thought. ``form`` is how the model writes tool calls, None if they are not to
-    be read; ``forcing`` goes to the engine."""
+    """``thinking``: the prompt ends inside a thought; None: there is none, whatever the answer says. ``form`` is how the
+    model writes tool calls, None if they are not to be read; ``forcing`` goes to the engine."""
 
-    thinking: bool
+    thinking: bool | None
     tools: Tools | None
     form: CallFormat | None
     forcing: Forcing | None
@@ -29,11 +29,13 @@ class AnswerPlan:
         """``prompt`` is the rendered text, ``template`` the chat template's source. ``InvalidRequest`` names a field that
         the template or the vocabulary cannot serve."""
         _check_template(request, template)
-        thinking = ends_with(prompt, THINK)
+        thinking: bool | None = ends_with(prompt, THINK)
         form = format_of(template)
         opening = opening_of(request.tools, form) if request.tools and form else ""
         structure, budget = request.sampling.structure, request.thinking_budget
         forcing = forcing_of(prompt, template, encode, opening=opening, structure=structure, budget=budget)
+        if structure and not thinking and forcing is not None and forcing.begin is None:
+            thinking = None
         return cls(thinking, request.tools, form if request.tools else None, forcing)
 
     def parser(self) -> ReplyParser:

@@ -1,0 +1,176 @@
+"""Structured output over HTTP: the demo pair and OpenAI's client."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import httpx
+import openai
+import pydantic
+import pytest
+from demo_server import demo_server
+from scripted import Running
+from test_tools import QUERY
+
+from paceline.server.service import Backend
+from paceline.weights.template import ChatTemplate
+
+ASK: list[Any] = [{"role": "user", "content": "Describe a person."}]
+CHAT = "/v1/chat/completions"
+
+
+class Pet(pydantic.BaseModel):
+    kind: Literal["cat", "dog"]
+    legs: int = pydantic.Field(ge=2, le=4)
+
+
+class Person(pydantic.BaseModel):
+    name: str = pydantic.Field(max_length=30)
+    code: str = pydantic.Field(pattern="^[A-Z]{3}-[0-9]{2}$")
+    pets: list[Pet] = pydantic.Field(max_length=2)
+    alive: bool | None
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    with demo_server() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server: Running) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0) as client:
+        yield client
+
+
+def content(server: Running, **fields: Any) -> str:
+    body = {"messages": ASK, "max_tokens": 120, "temperature": 0.8, "seed": 5, **fields}
+    (choice,) = httpx.post(server.url + CHAT, json=body, timeout=60).raise_for_status().json()["choices"]
+    assert choice["finish_reason"] == "stop"
+    said: str = choice["message"]["content"]
+    return said
+
+
+def refused(server: Running, **fields: Any) -> tuple[str, str]:
+    response = httpx.post(server.url + CHAT, json={"messages": ASK, "max_tokens": 8, **fields}, timeout=60)
+    assert response.status_code == 400, response.text
+    return response.json()["error"]["param"], response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_the_client_parses_a_model(client: openai.OpenAI, temperature: float) -> None:
+    answer = client.chat.completions.parse(
+        model="demo", messages=ASK, response_format=Person, temperature=temperature, seed=2, max_tokens=150
+    )
+    (choice,) = answer.choices
+    assert choice.finish_reason == "stop" and choice.message.content
+    assert isinstance(choice.message.parsed, Person)
+    assert list(json.loads(choice.message.content)) == ["name", "code", "pets", "alive"]
+
+
+def test_a_stream_is_the_same_answer(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": "demo", "messages": ASK, "temperature": 0.7, "seed": 2, "max_tokens": 150}
+    whole = client.chat.completions.parse(response_format=Person, **asked)
+    with client.chat.completions.stream(response_format=Person, **asked) as stream:
+        for _ in stream:
+            pass
+        final = stream.get_final_completion()
+    assert final.choices[0].message.parsed == whole.choices[0].message.parsed is not None
+    assert final.choices[0].message.content == whole.choices[0].message.content
+
+
+def test_every_form_is_followed(server: Running) -> None:
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
+    for fields in (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": False}}},
+        {"response_format": {"type": "json_object", "schema": schema}},
+        {"structured_outputs": {"json": schema}},
+        {"structured_outputs": {"json": json.dumps(schema)}},
+    ):
+        assert json.loads(content(server, **fields)) in ({"a": 1}, {"a": 2})
+    assert isinstance(json.loads(content(server, response_format={"type": "json_object"}, temperature=0)), dict)
+    assert isinstance(json.loads(content(server, structured_outputs={"json_object": True}, temperature=0)), dict)
+    assert content(server, structured_outputs={"choice": ["red", "green"]}) in ("red", "green")
+    assert re.fullmatch(r"\d{3}-[a-f]{2}", content(server, structured_outputs={"regex": r"\d{3}-[a-f]{2}"}))
+    grammar = 'root ::= "<" [a-z]{2,9} ">"'
+    assert re.fullmatch("<[a-z]{2,9}>", content(server, structured_outputs={"grammar": grammar}))
+    assert content(server, structured_outputs={"choice": ["<think>x"]}) == "<think>x", "no thought, but the answer"
+    free = content(server, response_format={"type": "text"}, temperature=0)
+    assert free == content(server, temperature=0, structured_outputs={"json_object": False})
+
+
+def test_completions_too_with_their_logprobs(client: openai.OpenAI) -> None:
+    answer = client.completions.create(
+        model="demo",
+        prompt="Is it? ",
+        n=3,
+        logprobs=2,
+        temperature=1.0,
+        extra_body={"structured_outputs": {"choice": ["yes", "no"]}},
+    )
+    for choice in answer.choices:
+        assert choice.text in ("yes", "no") and choice.finish_reason == "stop"
+        assert choice.logprobs and choice.logprobs.token_logprobs and choice.logprobs.token_logprobs[0] is not None
+        assert choice.logprobs.token_logprobs[0] < -1.0, "of the model's own distribution"
+
+
+def test_what_cannot_be_followed_names_its_field(server: Running) -> None:
+    def of_schema(schema: object) -> dict[str, Any]:
+        return {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}}
+
+    where = "response_format.json_schema.schema"
+    assert refused(server, **of_schema({"type": "foo"})) == (
+        where,
+        f"{where}: the JSON schema cannot be used: Invalid type: foo",
+    )
+    bad_schemas: list[dict[str, Any]] = [{"not": {}}, {"$ref": "file:///etc/passwd"}, {"enum": []}, {"properties": 7}]
+    for schema in bad_schemas:
+        assert refused(server, **of_schema(schema))[0] == where
+    for kind, bad in (
+        ("regex", "("),
+        ("regex", r"[^\s\S]"),
+        ("grammar", "root ::= ("),
+        ("grammar", "root ::= root"),
+        ("json", "{"),
+    ):
+        assert refused(server, structured_outputs={kind: bad})[0] == f"structured_outputs.{kind}"
+    both = {"tools": [QUERY], "response_format": {"type": "json_object"}}
+    assert refused(server, **both)[0] == "response_format"
+    assert content(server, **both, tool_choice="none", temperature=0).startswith("{")
+    assert refused(server, response_format={"type": "json_object"}, ignore_eos=True)[0] == "ignore_eos"
+    assert content(server, structured_outputs={"choice": ["ok"]}) == "ok", "the next one does not notice"
+
+
+def test_the_answer_behind_a_thought_fits(server: Running) -> None:
+    """Templates that open thoughts, as Qwen3.5's, that know them, as Qwen3's, and that end them at once."""
+    backend = server.service.backend
+    assert backend is not None and isinstance(backend.template, ChatTemplate)
+    (end,), (begin,) = backend.tokenizer.encode("</think>"), backend.tokenizer.encode("<think>")
+
+    source = backend.template.source
+
+    def said(ending: str, **fields: Any) -> dict[str, Any]:
+        template = ChatTemplate(source + "{%- if add_generation_prompt %}{{- '" + ending + "' }}{%- endif %}{# <think> #}")
+        server.service.attach(Backend(backend.handle, backend.tokenizer, template))
+        body = {"messages": ASK, "max_tokens": 150, "seed": 3, "structured_outputs": {"regex": "[ab]{4}"}, **fields}
+        (choice,) = httpx.post(server.url + CHAT, json=body, timeout=60).raise_for_status().json()["choices"]
+        assert choice["finish_reason"] == "stop"
+        message: dict[str, Any] = choice["message"]
+        return message
+
+    try:
+        for fields in ({"temperature": 0.8}, {"thinking_budget": 4}, {"thinking_budget": 0}, {"logit_bias": {str(end): 20}}):
+            message = said("<think>\\n", **fields)
+            assert re.fullmatch("[ab]{4}", message["content"]), message
+            assert bool(message.get("reasoning_content")) == (
+                fields != {"thinking_budget": 0} and "logit_bias" not in fields
+            )
+        chosen = said("", logit_bias={str(begin): 30}, thinking_budget=4)
+        assert chosen["reasoning_content"] and re.fullmatch("[ab]{4}", chosen["content"])
+        ended = said("<think>\\n\\n</think>\\n\\n", logit_bias={str(begin): 30})
+        assert re.fullmatch("[ab]{4}", ended["content"]) and not ended.get("reasoning_content")
+    finally:
+        server.service.attach(backend)
