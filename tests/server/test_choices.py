@@ -195,3 +195,23 @@ def test_the_official_client(server: Running) -> None:
         completion = client.completions.create(model="x", prompt="ab", logprobs=1, echo=True)
         assert completion.choices[0].logprobs is not None
         assert completion.choices[0].logprobs.token_logprobs == [None, -98.0, -72.0, -105.0, -256.0]
+
+
+def test_token_ids_are_told_once_and_only_to_those_who_ask(server: Running) -> None:
+    server.engine.script = says("Hi", b"\xc3", b"\xa9")
+    for path in (CHAT, COMPLETIONS):
+        whole = post(server, path, return_token_ids=True, n=2)
+        asked = [request.prompt for request in server.engine.submitted[-2:]]
+        assert [choice["token_ids"] for choice in whole["choices"]] == [[72, 105, 0xC3, 0xA9, END]] * 2
+        place = whole if path == CHAT else whole["choices"][1]
+        assert place["prompt_token_ids"] == list(asked[1])
+
+        streamed = chunks(server, path, return_token_ids=True)
+        parts = [choice for chunk in streamed for choice in chunk["choices"]]
+        assert [part["token_ids"] for part in parts if "token_ids" in part] == [[72, 105], [0xC3], [0xA9], [END]]
+        assert "".join(part.get("text") or part.get("delta", {}).get("content") or "" for part in parts) == "Hié"
+        told = [place["prompt_token_ids"] for place in (*streamed, *parts) if "prompt_token_ids" in place]
+        assert told == [list(asked[0])]
+
+        plain = json.dumps([post(server, path), *chunks(server, path)])
+        assert "token_ids" not in plain

@@ -19,9 +19,9 @@ from paceline.server.aligned import ScoredToken
 from paceline.server.anthropic_input import RENAMED, parse_count, parse_messages
 from paceline.server.http import json_response, read_body
 from paceline.server.protocol import ChatRequest, parse_json
-from paceline.server.replies import Choice, Reply, ReplyReason, Usage, anthropic_error_object, printable
+from paceline.server.replies import Choice, Reply, ReplyReason, Tokens, Usage, anthropic_error_object, printable
 from paceline.server.respond import answer
-from paceline.server.service import Service
+from paceline.server.service import Generation, Service
 from paceline.server.sse import unless
 from paceline.server.translation import in_terms_of
 from paceline.types import EngineInfo
@@ -34,16 +34,20 @@ def messages(service: Service) -> APIRouter:
     def read(body: dict[str, Any]) -> tuple[ChatRequest, Reply]:
         return parse_messages(body), MessagesReply(service.info)
 
+    async def start(chat: ChatRequest, size: int, arrived: float) -> Generation:
+        with in_terms_of(RENAMED):
+            return await service.chat(chat, size, arrived, "messages")
+
     @router.post("/v1/messages")
     async def create(request: Request) -> Response:
-        return await answer(service, request, read, partial(service.chat, endpoint="messages"), RENAMED)
+        return await answer(service, request, read, start)
 
     @router.post("/v1/messages/count_tokens")
     async def count_tokens(request: Request) -> Response:
         service.ready()
         body = await unless(service.closing(), read_body(request, service.options))
+        chat = await service.work(len(body), lambda: parse_count(parse_json(body)))
         with in_terms_of(RENAMED):
-            chat = await service.work(len(body), lambda: parse_count(parse_json(body)))
             return json_response({"input_tokens": await service.count(chat, len(body))})
 
     return router
@@ -71,12 +75,12 @@ class MessagesReply(Reply):
         content = [self._whole(block) for block in self._blocks.all]
         return self._head | {"content": content} | _end(choice.finish_reason, choice.stop) | {"usage": _usage(usage)}
 
-    def opening(self, choices: int, usage: Usage) -> list[dict[str, Any]]:
+    def opening(self, prompts: Sequence[Tokens], usage: Usage) -> list[dict[str, Any]]:
         message = self._head | {"content": []} | self._ending | {"usage": _usage(usage)}
         return [{"type": "message_start", "message": message}, {"type": "ping"}]
 
     def chunks(
-        self, index: int, text: str, events: Sequence[Event], logprobs: Sequence[ScoredToken]
+        self, index: int, text: str, events: Sequence[Event], logprobs: Sequence[ScoredToken], tokens: Tokens
     ) -> list[dict[str, Any]]:
         return self._say(self._blocks.push(events))
 

@@ -60,11 +60,11 @@ def _api(service: Service) -> APIRouter:
 
     def read_chat(body: dict[str, Any]) -> tuple[ChatRequest, Reply]:
         chat = parse_chat(body)
-        return chat, ChatReply(service.info, chat.include_usage)
+        return chat, ChatReply(service.info, chat.include_usage, chat.return_token_ids)
 
     def read_completion(body: dict[str, Any]) -> tuple[CompletionRequest, Reply]:
         completion = parse_completion(body)
-        return completion, CompletionReply(service.info, completion.include_usage)
+        return completion, CompletionReply(service.info, completion.include_usage, completion.return_token_ids)
 
     @router.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:

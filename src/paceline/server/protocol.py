@@ -115,7 +115,7 @@ _SHARED: dict[str, FieldRule] = {
     "include_stop_str_in_output": Only((False,)),
     "skip_special_tokens": Only((True,)),
     "spaces_between_special_tokens": Only((True,)),
-    "return_token_ids": Only((False,)),
+    "return_token_ids": SUPPORTED,
     "return_tokens_as_token_ids": Only((False,)),
     "priority": SUPPORTED,
     "timeout": SUPPORTED,
@@ -178,6 +178,7 @@ class ChatRequest:
     thinking_budget: int | None = None
     reasoning_effort: str | None = None
     urgency: Urgency = Urgency()
+    return_token_ids: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +192,7 @@ class CompletionRequest:
     include_usage: bool
     echo: bool = False
     urgency: Urgency = Urgency()
+    return_token_ids: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,6 +232,7 @@ def parse_chat(body: Mapping[str, Any]) -> ChatRequest:
         thinking_budget=_thinking_budget(body),
         reasoning_effort=_reasoning_effort(body),
         urgency=Urgency.of(body),
+        return_token_ids=_flag(body, "return_token_ids"),
     )
 
 
@@ -247,7 +250,8 @@ def parse_completion(body: Mapping[str, Any]) -> CompletionRequest:
         )
     if echo:
         sampling = replace(sampling, prompt_logprobs=sampling.logprobs)
-    return CompletionRequest(prompts, sampling, stream, include_usage, echo, Urgency.of(body))
+    ids = _flag(body, "return_token_ids")
+    return CompletionRequest(prompts, sampling, stream, include_usage, echo, Urgency.of(body), ids)
 
 
 def parse_tokenize(body: Mapping[str, Any]) -> TokenizeRequest:

@@ -17,6 +17,9 @@ from paceline.types import EngineInfo, FinishReason
 ReplyReason = FinishReason | Literal["tool_calls"]
 """Why a choice ended; with a tool call, ``tool_calls`` takes the place of ``stop``."""
 
+Tokens = Sequence[int]
+"""Token ids."""
+
 MAX_ERROR_LENGTH = 1000
 """Characters of an error message that are sent: a message may quote a value, and a value may be megabytes long."""
 
@@ -31,6 +34,8 @@ class Choice:
     logprobs: Sequence[ScoredToken] | None = None
     events: Sequence[Event] = ()
     stop: str | None = None
+    prompt: Tokens = ()
+    tokens: Tokens = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +56,13 @@ class Reply(Protocol):
     def final(self, choices: Sequence[Choice], usage: Usage) -> dict[str, Any]:
         """The one object of a reply that is not streamed."""
 
-    def opening(self, choices: int, usage: Usage) -> list[dict[str, Any]]:
-        """What a stream says before the first token."""
+    def opening(self, prompts: Sequence[Tokens], usage: Usage) -> list[dict[str, Any]]:
+        """What a stream says before the first token. ``prompts``: of each choice."""
 
     def chunks(
-        self, index: int, text: str, events: Sequence[Event], logprobs: Sequence[ScoredToken]
+        self, index: int, text: str, events: Sequence[Event], logprobs: Sequence[ScoredToken], tokens: Tokens
     ) -> list[dict[str, Any]]:
-        """More of a choice: its text or, of a chat, what that says."""
+        """More of a choice: its text or, of a chat, what that says, and the tokens generated."""
 
     def end(self, index: int, finish_reason: ReplyReason, stop: str | None) -> list[dict[str, Any]]:
         """The end of a choice, and the stop string if one ended it."""
@@ -78,8 +83,8 @@ class _Choices(Reply):
     whole: str
     part: str
 
-    def __init__(self, info: EngineInfo, include_usage: bool = False) -> None:
-        self._include_usage = include_usage
+    def __init__(self, info: EngineInfo, include_usage: bool = False, return_token_ids: bool = False) -> None:
+        self._include_usage, self._return_token_ids = include_usage, return_token_ids
         self._head = {
             "id": f"{self.id_prefix}-{uuid.uuid4().hex}",
             "created": int(time.time()),
@@ -91,18 +96,24 @@ class _Choices(Reply):
         return self._head | {
             "object": self.whole,
             "choices": [
-                self._choice(index, choice) | {"logprobs": self._logprobs(choice.logprobs)}
+                self._choice(index, choice)
+                | {"logprobs": self._logprobs(choice.logprobs)}
+                | self._ids("token_ids", choice.tokens)
                 for index, choice in enumerate(choices)
             ],
             "usage": _usage(usage),
         }
 
     def chunks(
-        self, index: int, text: str, events: Sequence[Event], logprobs: Sequence[ScoredToken]
+        self, index: int, text: str, events: Sequence[Event], logprobs: Sequence[ScoredToken], tokens: Tokens
     ) -> list[dict[str, Any]]:
-        """As chunks of which the first carries the logprobs."""
-        deltas = self._deltas(text, events) or ([self._delta_of_text("")] if logprobs else [])
-        return [self._part(index, delta, None, logprobs if number == 0 else ()) for number, delta in enumerate(deltas)]
+        """As chunks of which the first carries the logprobs and the token ids."""
+        ids = self._ids("token_ids", tokens) if tokens else {}
+        deltas = self._deltas(text, events) or ([self._delta_of_text("")] if logprobs or ids else [])
+        parts = [self._part(index, delta, None, logprobs if number == 0 else ()) for number, delta in enumerate(deltas)]
+        for part in parts[:1]:
+            part["choices"][0] |= ids
+        return parts
 
     def end(self, index: int, finish_reason: ReplyReason, stop: str | None) -> list[dict[str, Any]]:
         return [self._part(index, self._delta_of_text(""), finish_reason)]
@@ -117,8 +128,12 @@ class _Choices(Reply):
         """Usage, if it is asked for, in a chunk without choices."""
         return [self._chunk([]) | {"usage": _usage(usage)}] if self._include_usage else []
 
-    def opening(self, choices: int, usage: Usage) -> list[dict[str, Any]]:
+    def opening(self, prompts: Sequence[Tokens], usage: Usage) -> list[dict[str, Any]]:
         return []
+
+    def _ids(self, name: str, tokens: Tokens) -> dict[str, Any]:
+        """Token ids where and as vLLM has them; nothing if they are not asked for."""
+        return {name: list(tokens)} if self._return_token_ids else {}
 
     def failed(self, error: PacelineError) -> list[dict[str, Any]]:
         return [error_object(error)]
@@ -146,12 +161,16 @@ class ChatReply(_Choices):
     whole = "chat.completion"
     part = "chat.completion.chunk"
 
-    def opening(self, choices: int, usage: Usage) -> list[dict[str, Any]]:
+    def opening(self, prompts: Sequence[Tokens], usage: Usage) -> list[dict[str, Any]]:
         role = {"role": "assistant", "content": ""}
         return [
             self._chunk([{"index": index, "delta": role, "logprobs": None, "finish_reason": None}])
-            for index in range(choices)
+            | (self._ids("prompt_token_ids", prompt) if index == 0 else {})
+            for index, prompt in enumerate(prompts)
         ]
+
+    def final(self, choices: Sequence[Choice], usage: Usage) -> dict[str, Any]:
+        return super().final(choices, usage) | self._ids("prompt_token_ids", choices[0].prompt)
 
     def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
         said = Message.of(choice.events)
@@ -183,7 +202,21 @@ class CompletionReply(_Choices):
     whole = part = "text_completion"
 
     def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
-        return {"index": index, "text": choice.text, "finish_reason": choice.finish_reason}
+        said = {"index": index, "text": choice.text, "finish_reason": choice.finish_reason}
+        return said | self._ids("prompt_token_ids", choice.prompt)
+
+    def opening(self, prompts: Sequence[Tokens], usage: Usage) -> list[dict[str, Any]]:
+        self._untold = dict(enumerate(prompts))
+        return []
+
+    def chunks(
+        self, index: int, text: str, events: Sequence[Event], logprobs: Sequence[ScoredToken], tokens: Tokens
+    ) -> list[dict[str, Any]]:
+        """The first chunk of a choice carries the ids of its prompt."""
+        parts = super().chunks(index, text, events, logprobs, tokens)
+        if parts and index in self._untold:
+            parts[0]["choices"][0] |= self._ids("prompt_token_ids", self._untold.pop(index))
+        return parts
 
     def _delta_of_text(self, text: str) -> dict[str, Any]:
         return {"text": text}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any, Protocol, TypeVar
 
 from fastapi import Request
@@ -18,7 +18,6 @@ from paceline.server.protocol import parse_json
 from paceline.server.replies import Choice, Reply, Usage
 from paceline.server.service import Generation, Service
 from paceline.server.sse import DONE, EventStream, event, unless, unless_disconnected
-from paceline.server.translation import in_terms_of
 
 logger = logging.getLogger("paceline.server")
 
@@ -38,16 +37,14 @@ async def answer(
     request: Request,
     read: Callable[[dict[str, Any]], tuple[A, Reply]],
     start: Callable[[A, int, float], Coroutine[Any, Any, Generation]],
-    renamed: Mapping[str, str] = {},
 ) -> Response:
     """Answer a request of any API. ``read`` checks its body, and says in which words it is answered; ``start`` is given what
-    it asks for, the body's size and when it arrived; ``renamed`` as for ``in_terms_of``."""
+    it asks for, the body's size and when it arrived."""
     arrived = time.monotonic()
     service.ready()
     body = await unless(service.closing(), read_body(request, service.options))
-    with in_terms_of(renamed):
-        asked, reply = await service.work(len(body), lambda: read(parse_json(body)))
-        generation = await unless_disconnected(request.receive, start(asked, len(body), arrived))
+    asked, reply = await service.work(len(body), lambda: read(parse_json(body)))
+    generation = await unless_disconnected(request.receive, start(asked, len(body), arrived))
     if asked.stream:
         return EventStream(_events(generation, reply), lambda: service.close(generation))
     try:
@@ -60,15 +57,18 @@ async def _whole(generation: Generation, reply: Reply) -> dict[str, Any]:
     texts: list[list[str]] = [[] for _ in range(generation.choices)]
     logprobs: list[list[ScoredToken]] = [[] for _ in range(generation.choices)]
     events: list[list[Event]] = [[] for _ in range(generation.choices)]
+    tokens: list[list[int]] = [[] for _ in range(generation.choices)]
     choices: dict[int, Choice] = {}
     async for delta in generation.deltas():
         texts[delta.index].append(delta.text)
         events[delta.index].extend(delta.events)
         logprobs[delta.index].extend(delta.logprobs)
+        tokens[delta.index].extend(delta.tokens)
         if delta.finish_reason is not None:
             scores = logprobs[delta.index] if generation.scored else None
             text = "".join(texts[delta.index])
-            choices[delta.index] = Choice(text, delta.finish_reason, scores, events[delta.index], delta.stop)
+            ids = (generation.prompts[delta.index], tokens[delta.index])
+            choices[delta.index] = Choice(text, delta.finish_reason, scores, events[delta.index], delta.stop, *ids)
     ordered = [choices[index] for index in range(generation.choices)]
     return reply.final(ordered, _usage(generation))
 
@@ -80,10 +80,10 @@ def _usage(generation: Generation) -> Usage:
 async def _events(generation: Generation, reply: Reply) -> AsyncGenerator[bytes, None]:
     """The stream of a reply. An error after the first byte cannot change the status: it becomes the last event."""
     try:
-        for value in reply.opening(generation.choices, _usage(generation)):
+        for value in reply.opening(generation.prompts, _usage(generation)):
             yield event(value)
         async for delta in generation.deltas():
-            for value in reply.chunks(delta.index, delta.text, delta.events, delta.logprobs):
+            for value in reply.chunks(delta.index, delta.text, delta.events, delta.logprobs, delta.tokens):
                 yield event(value)
             if delta.finish_reason is not None:
                 for value in reply.end(delta.index, delta.finish_reason, delta.stop):

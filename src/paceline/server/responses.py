@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -15,10 +14,11 @@ from paceline.errors import PacelineError
 from paceline.parsing import Block, Blocks, Event, Step
 from paceline.server.aligned import ScoredToken
 from paceline.server.protocol import ChatRequest
-from paceline.server.replies import Choice, Reply, ReplyReason, Usage, printable, quotable
+from paceline.server.replies import Choice, Reply, ReplyReason, Tokens, Usage, printable, quotable
 from paceline.server.respond import answer
 from paceline.server.responses_input import RENAMED, ResponsesRequest, parse_responses, seal_thought
-from paceline.server.service import Service
+from paceline.server.service import Generation, Service
+from paceline.server.translation import in_terms_of
 from paceline.types import EngineInfo
 
 
@@ -30,9 +30,13 @@ def responses(service: Service) -> APIRouter:
         asked = parse_responses(body)
         return asked.chat, ResponsesReply(service.info, asked)
 
+    async def start(chat: ChatRequest, size: int, arrived: float) -> Generation:
+        with in_terms_of(RENAMED):
+            return await service.chat(chat, size, arrived, "responses")
+
     @router.post("/v1/responses")
     async def create(request: Request) -> Response:
-        return await answer(service, request, read, partial(service.chat, endpoint="responses"), RENAMED)
+        return await answer(service, request, read, start)
 
     return router
 
@@ -63,12 +67,12 @@ class ResponsesReply(Reply):
         self._blocks.finish()
         return self._response(self._status(), usage)
 
-    def opening(self, choices: int, usage: Usage) -> list[dict[str, Any]]:
+    def opening(self, prompts: Sequence[Tokens], usage: Usage) -> list[dict[str, Any]]:
         response = self._response("in_progress")
         return [self._event(f"response.{name}", response=response) for name in ("created", "in_progress")]
 
     def chunks(
-        self, index: int, text: str, events: Sequence[Event], logprobs: Sequence[ScoredToken]
+        self, index: int, text: str, events: Sequence[Event], logprobs: Sequence[ScoredToken], tokens: Tokens
     ) -> list[dict[str, Any]]:
         return self._say(self._blocks.push(events))
 
@@ -177,7 +181,7 @@ def _extra(block: Block) -> dict[str, Any]:
 def _settings(asked: ResponsesRequest) -> dict[str, Any]:
     """What a response repeats of its request."""
     body, sampling = asked.body, asked.chat.sampling
-    given = {name: body.get(name) for name in ("instructions", "max_output_tokens", "max_tool_calls", "user")}
+    given = {name: body.get(name) for name in ("instructions", "max_output_tokens")}
     reasoning, text = body.get("reasoning") or {}, body.get("text") or {}
     return given | {
         "metadata": body.get("metadata") or {},

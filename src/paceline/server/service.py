@@ -82,13 +82,13 @@ class Backend:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """More of one choice: text to show, the number of tokens behind it, why it ended if it did, and the logprobs of the
-    tokens of which this is the text, where they are asked for. ``events``: what a chat's text says. ``stop`` is the stop
+    """More of one choice: text to show, the tokens generated, why it ended if it did, and the logprobs of the tokens of
+    which this is the text, where they are asked for. ``events``: what a chat's text says. ``stop`` is the stop
     string that ended it, if one did."""
 
     index: int
     text: str
-    tokens: int
+    tokens: tuple[int, ...]
     finish_reason: ReplyReason | None
     logprobs: tuple[ScoredToken, ...] = ()
     events: tuple[Event, ...] = ()
@@ -119,6 +119,8 @@ class Generation:
         self._arrived = arrived
         self._events: asyncio.Queue[tuple[int, Emission] | PacelineError] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
+        self.prompts: list[tuple[int, ...]] = []
+        """That of each choice."""
         self._streams: list[TextStream] = []
         self._scores: list[AlignedLogprobs | None] = []
         self._echoes: dict[int, Echo] = {}
@@ -160,6 +162,7 @@ class Generation:
             self._echoes[index] = echo
         self._last_seen.append(None)
         self._live[index] = request.id
+        self.prompts.append(request.prompt)
         self.prompt_tokens += len(request.prompt) if request.choice == 0 else 0
 
     async def deltas(self) -> AsyncIterator[Delta]:
@@ -238,7 +241,7 @@ class Generation:
             self._end(index, reason)
         text, logprobs = self._with_prompt(index, emission, text, self._aligned(index, piece.tokens, emission, reason))
         stop = None if reason is None else stream.stop_string
-        return Delta(index, text, len(piece.tokens), reason, logprobs, events, stop)
+        return Delta(index, text, piece.tokens, reason, logprobs, events, stop)
 
     def _aligned(
         self, index: int, tokens: tuple[int, ...], emission: Emission, reason: ReplyReason | None
