@@ -154,6 +154,14 @@ def test_fields_become_those_of_a_chat() -> None:
     assert parse_responses({"input": "hi", "text": {"format": {"type": "text"}}}).chat.sampling.structure is None
 
 
+def nested(levels: int) -> dict[str, Any]:
+    return {"not": nested(levels - 1)} if levels > 1 else {}
+
+
+def test_a_tool_may_be_deep() -> None:
+    assert parse_responses({"input": "hi", "tools": [QUERY | {"parameters": nested(99)}]}).chat.tools
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
@@ -167,6 +175,11 @@ def test_fields_become_those_of_a_chat() -> None:
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"max_tokens": 3}, "max_tokens"),
         ({"messages": []}, "messages"),
+        ({"reasoning_effort": "low"}, "reasoning_effort"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"tools": [QUERY | {"strict": True}]}, "tools[0].strict"),
+        ({"tool_choice": {"type": "function", "name": "query_database", "x": 1}, "tools": [QUERY]}, "tool_choice.x"),
+        ({"metadata": {"a": 1}}, "metadata"),
         ({"stream_options": {"include_usage": True}}, "stream_options.include_usage"),
         ({"instructions": 3}, "instructions"),
         ({"metadata": "x"}, "metadata"),
@@ -175,6 +188,7 @@ def test_fields_become_those_of_a_chat() -> None:
         ({"text": {"format": {"type": "text", "x": 1}}}, "text.format.x"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tools": [QUERY, {"type": "function"}]}, "tools[1].name"),
+        ({"tools": [QUERY | {"parameters": nested(100)}]}, "tools[0]"),
         ({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}}, "tool_choice"),
         ({"input": None}, "input"),
         ({"input": []}, "input"),

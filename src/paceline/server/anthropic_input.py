@@ -7,7 +7,16 @@ from typing import Any
 
 from paceline.errors import InvalidRequest
 from paceline.server.protocol import NEUTRAL, SUPPORTED, ChatRequest, FieldRule, Only, check_fields, expect, parse_chat
-from paceline.server.translation import SHARED_RULES, a_string, an_object, objects, shared, system_first, text_of
+from paceline.server.translation import (
+    SHARED_RULES,
+    a_string,
+    an_object,
+    in_terms_of,
+    objects,
+    shared,
+    system_first,
+    text_of,
+)
 
 _PROMPT_FIELDS: dict[str, FieldRule] = {
     "model": SUPPORTED,
@@ -75,8 +84,7 @@ RENAMED = {
 
 
 def parse_messages(body: Mapping[str, Any]) -> ChatRequest:
-    """Check a body of /v1/messages; ``InvalidRequest`` names the field at fault, if it is the chat's in the terms of
-    ``RENAMED``."""
+    """Check a body of /v1/messages; ``InvalidRequest`` names the field at fault."""
     check_fields(body, MESSAGES_FIELDS)
     if body.get("max_tokens") is None:
         raise InvalidRequest("max_tokens is missing", param="max_tokens")
@@ -84,13 +92,16 @@ def parse_messages(body: Mapping[str, Any]) -> ChatRequest:
     if chat["messages"][-1]["role"] == "assistant":
         raise InvalidRequest("messages must not end with the assistant's: it cannot be continued", param="messages")
     stop = expect(list, body, "stop_sequences")
-    return parse_chat(chat | {"max_tokens": body["max_tokens"], "stop": stop})
+    with in_terms_of(RENAMED):
+        return parse_chat(chat | {"max_tokens": body["max_tokens"], "stop": stop})
 
 
 def parse_count(body: Mapping[str, Any]) -> ChatRequest:
     """The same of /v1/messages/count_tokens."""
     check_fields(body, COUNT_FIELDS)
-    return parse_chat(_chat(body))
+    chat = _chat(body)
+    with in_terms_of(RENAMED):
+        return parse_chat(chat)
 
 
 def _chat(body: Mapping[str, Any]) -> dict[str, Any]:

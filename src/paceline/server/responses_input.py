@@ -9,9 +9,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.errors import InvalidRequest
-from paceline.messages import check_arguments
+from paceline.messages import check_arguments, json_type
 from paceline.server.protocol import NEUTRAL, SUPPORTED, ChatRequest, FieldRule, Only, check_fields, expect, parse_chat
-from paceline.server.translation import SHARED_RULES, a_string, an_object, objects, shared, system_first, text_of
+from paceline.server.translation import (
+    SHARED_RULES,
+    a_string,
+    an_object,
+    in_terms_of,
+    objects,
+    shared,
+    system_first,
+    text_of,
+)
 
 RESPONSES_FIELDS: dict[str, FieldRule] = SHARED_RULES | {
     "input": SUPPORTED,
@@ -56,6 +65,7 @@ _TOOL_FIELDS: dict[str, FieldRule] = {
     "strict": SUPPORTED,
     "defer_loading": Only((False,)),
 }
+_CHOICE_FIELDS = dict.fromkeys(("type", "name"), SUPPORTED)
 _FORMAT_FIELDS = dict.fromkeys(("type", "name", "schema", "strict", "description"), SUPPORTED)
 _PART: dict[str, FieldRule] = {"type": SUPPORTED, "text": SUPPORTED}
 _PARTS = {"input_text": _PART, "text": _PART, "output_text": _PART | {"annotations": Only(([],)), "logprobs": Only(([],))}}
@@ -66,6 +76,8 @@ _ITEMS: dict[str, dict[str, FieldRule]] = {
     "function_call_output": _STATE | {"call_id": SUPPORTED, "output": SUPPORTED, "name": NEUTRAL},
     "reasoning": _STATE | {"summary": SUPPORTED, "content": SUPPORTED, "encrypted_content": SUPPORTED},
 }
+MAX_DEPTH = 100
+"""Levels of objects and lists in a tool. A response repeats it, and what could be read may be too deep to be written."""
 ENCRYPTED = "reasoning.encrypted_content"
 RENAMED = {
     r"max_completion_tokens": "max_output_tokens",
@@ -89,10 +101,10 @@ class ResponsesRequest:
 
 
 def parse_responses(body: Mapping[str, Any]) -> ResponsesRequest:
-    """Check a body; ``InvalidRequest`` names the field at fault, if it is the chat's in the terms of ``RENAMED``."""
+    """Check a body; ``InvalidRequest`` names the field at fault."""
     check_fields(body, RESPONSES_FIELDS)
     _check_stream_options(body)
-    expect(dict, body, "metadata")
+    _check_metadata(body)
     effort, form = _part(body, "reasoning", REASONING_FIELDS).get("effort"), _part(body, "text", TEXT_FIELDS).get("format")
     chat = shared(body) | {
         "messages": _messages(expect(str, body, "instructions"), body.get("input")),
@@ -103,7 +115,15 @@ def parse_responses(body: Mapping[str, Any]) -> ResponsesRequest:
         "response_format": _format(form),
     }
     same = ("parallel_tool_calls", "stop", "thinking_budget")
-    return ResponsesRequest(body, parse_chat(chat | {name: body.get(name) for name in same}), _keeps_thoughts(body))
+    with in_terms_of(RENAMED):
+        checked = parse_chat(chat | {name: body.get(name) for name in same})
+    return ResponsesRequest(body, checked, _keeps_thoughts(body))
+
+
+def _check_metadata(body: Mapping[str, Any]) -> None:
+    for name, value in (expect(dict, body, "metadata") or {}).items():
+        if not isinstance(value, str):
+            raise InvalidRequest(f"metadata maps names to strings, {name!r} to {json_type(value)}", param="metadata")
 
 
 def _check_stream_options(body: Mapping[str, Any]) -> None:
@@ -144,14 +164,28 @@ def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
         raise InvalidRequest(f'{where}.type must be "function", got {tool.get("type")!r}', param=f"{where}.type")
     check_fields(tool, _TOOL_FIELDS, prefix=f"{where}.")
     a_string(tool, "name", where)
+    if _is_deeper(tool, MAX_DEPTH):
+        raise InvalidRequest(f"{where} is nested deeper than {MAX_DEPTH} levels", param=where)
     shown = ("name", "description", "parameters", "strict")
     return {"type": "function", "function": {name: tool[name] for name in shown if tool.get(name) is not None}}
+
+
+def _is_deeper(value: object, most: int) -> bool:
+    level = [value]
+    for _ in range(most):
+        level = [
+            inner
+            for one in level
+            for inner in (one.values() if isinstance(one, dict) else one if isinstance(one, list) else ())
+        ]
+    return bool(level)
 
 
 def _tool_choice(choice: object) -> object:
     if choice in (None, "none", "auto", "required"):
         return choice
     if isinstance(choice, dict) and choice.get("type") == "function" and isinstance(choice.get("name"), str):
+        check_fields(choice, _CHOICE_FIELDS, prefix="tool_choice.")
         return {"type": "function", "function": {"name": choice["name"]}}
     raise InvalidRequest(
         'tool_choice must be "none", "auto", "required" or {"type": "function", "name": …}', param="tool_choice"
