@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -246,6 +247,7 @@ def test_paceline_is_measured_and_its_tokens_are_identical(tmp_path: Path) -> No
         assert sum(made["time_share"].values()) == pytest.approx(1) and made["peak_rss_bytes"] > 50e6
         assert "--trace" in cell["command"] and str(tmp_path) not in json.dumps(cell)
         assert cell["fingerprint"].startswith("pl-") and cell["arithmetic"].startswith("device=cpu")
+        assert -0.5 < cell["others_cpu"] <= (os.cpu_count() or 1)
         drafting = cell["configuration"] == "on"
         assert (made["acceptance_length"] > 1) == bool(made["acceptance_by_position"]) == drafting
         assert set(made["acceptance_by_lanes"]) <= {"1", "2"}

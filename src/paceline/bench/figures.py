@@ -29,6 +29,8 @@ DEFINITIONS = {
     "rounds": "Rounds that the engine ran in the cell.",
     "time_share": "Of wall_seconds: the engine's time in draft, verify, prefill and commit, by its trace; host is the rest.",
     "peak_rss_bytes": "The largest memory of each process of the server, added up; pages that they share count in each.",
+    "others_cpu": "Cores that processes outside the benchmark (and a hypervisor) kept busy, on average over the cell: what "
+    "disturbed it.",
     "gpu_memory_mib": "Memory in use on each GPU at the end of the cell, by nvidia-smi.",
     "long_ttft_ms": "Time to first token of the long prompts that arrived beside the measured requests.",
     "speed_up": "window_throughput or goodput divided by that of the same server without speculation, at the same C, "

@@ -253,6 +253,7 @@ def _engine_table(cells: Sequence[Mapping[str, Any]]) -> str:
             *(f"{100 * made['time_share'].get(stage, 0.0):.0f} %" for stage in _STAGES),
             " ".join(f"{share:.2f}" for share in made.get("acceptance_by_position", ())),
             " ".join(f"{lanes}: {length:.2f}" for lanes, length in made["acceptance_by_lanes"].items()),
+            "" if cell.get("others_cpu") is None else f"{cell['others_cpu']:.2f}",
             f"{(made['peak_rss_bytes'] or 0) / 2**20:.0f}",
             " ".join(map(str, made["gpu_memory_mib"])),
         ]
@@ -260,7 +261,7 @@ def _engine_table(cells: Sequence[Mapping[str, Any]]) -> str:
         if (made := cell.get("figures")) and "time_share" in made
     ]
     names = ["server", "configuration", "C", "repeat", "rounds", *_STAGES]
-    names += ["accepted by position", "acceptance by lanes", "peak RSS MiB", "GPU MiB"]
+    names += ["accepted by position", "acceptance by lanes", "others' cores", "peak RSS MiB", "GPU MiB"]
     return f"<h3>Inside the engine</h3>{_html_table(names, rows)}" if rows else ""
 
 

@@ -27,7 +27,7 @@ from paceline.bench.matrix import (
     write_whole,
 )
 from paceline.bench.report import table
-from paceline.bench.servers import Server, version
+from paceline.bench.servers import Server, machine_cpu_seconds, version
 from paceline.bench.workloads import Fixed, manifest_hashes
 from paceline.config import EngineOptions, environment_switches
 from paceline.engine.build import resolve_paths
@@ -147,11 +147,11 @@ class _Run:
         warming, _ = asyncio.run(
             self._load(server, lambda: None).closed_loop(workload.warming(warm_up, self._tokenizer), cell.concurrency)
         )
-        before, began = server.counters(), time.time()
+        before, began, cpu_before = server.counters(), time.time(), _others_cpu(server)
         requests, beside = asyncio.run(
             self._load(server, self._progress.answer).closed_loop(asks, cell.concurrency, long, every)
         )
-        ended, after = time.time(), server.counters()
+        ended, cpu_after, after = time.time(), _others_cpu(server), server.counters()
         document = self._facts(cell) | {
             "command": server.recorded_command,
             "url": server.url,
@@ -160,6 +160,7 @@ class _Run:
             "warm_up": outcome(warming),
             "server_exit_status": server.exit_status(),
             "fingerprint": next((request["fingerprint"] for request in requests if request["fingerprint"]), None),
+            "others_cpu": None if cpu_after is None or cpu_before is None else (cpu_after - cpu_before) / (ended - began),
             "counters": _differences(before, after),
             "trace": _trace(server.trace, began, ended),
             "requests": requests,
@@ -188,6 +189,12 @@ class _Run:
     def _begin(self, cell: Cell, requests: int) -> None:
         cells = [cell for group in self._plan.groups() for cell in group]
         self._progress.cell(cell, cells.index(cell) + 1, len(cells), requests)
+
+
+def _others_cpu(server: Server) -> float | None:
+    """Seconds for which processors were busy with anything but this process and the server."""
+    busy = machine_cpu_seconds()
+    return None if busy is None else busy - time.process_time() - server.cpu_seconds()
 
 
 def _differences(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:

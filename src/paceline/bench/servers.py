@@ -212,6 +212,10 @@ class Server:
         peaks = [_peak_of(pid) for pid in _session(self._process.pid)]
         return sum(peaks) or None
 
+    def cpu_seconds(self) -> float:
+        """CPU time that its processes have used."""
+        return 0.0 if self._process is None else sum(map(_cpu_of, _session(self._process.pid)))
+
     def arithmetic(self, fingerprint: str | None) -> str | None:
         """What its log says about a fingerprint."""
         if fingerprint is None or not self._log.exists():
@@ -258,6 +262,24 @@ def _session(leader: int) -> list[int]:
             if int(behind_the_name[3]) == leader:
                 found.append(int(entry.parent.name))
     return found
+
+
+def _cpu_of(pid: int) -> float:
+    try:
+        behind_the_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(behind_the_name[11]) + int(behind_the_name[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def machine_cpu_seconds() -> float | None:
+    """Time that all processors together have been busy since the machine started, time that a hypervisor took among it; None
+    where Linux does not tell."""
+    try:
+        user, nice, system, _idle, _wait, *rest = map(int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9])
+    except (OSError, ValueError):
+        return None
+    return (user + nice + system + sum(rest)) / os.sysconf("SC_CLK_TCK")
 
 
 def _peak_of(pid: int) -> int:
