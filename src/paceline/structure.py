@@ -41,7 +41,8 @@ _JSON: JsonCompileOptions = {
 """Also against a schema that brings options of its own."""
 _STACK = 128 * 2**20
 """Bytes, of which only those used become memory. The deepest grammars found within ``MAX_STRUCTURE`` need 8 to 16 MiB."""
-_COMPILED = 32
+COMPILED = 32
+"""Structures that are kept."""
 _SHOWN = 400
 """Characters of an error, which may quote all of a structure."""
 _MAX_STATES = 50_000
@@ -68,7 +69,7 @@ class Compiler:
     def __init__(self, codec: Codec, vocab_size: int, eos_ids: Collection[int]) -> None:
         self._codec, self.vocab_size, self._eos_ids = codec, vocab_size, sorted(eos_ids)
         self._limits = LLParserLimits(max_lexer_states=_MAX_STATES, verbose_errors=False)
-        self._compiled = functools.lru_cache(_COMPILED)(self._compile)
+        self._compiled = functools.lru_cache(COMPILED)(self._compile)
 
     @functools.cached_property
     def _tokenizer(self) -> LLTokenizer:
@@ -168,8 +169,6 @@ def permitted(logits: Tensor, rows: Sequence[int], words: np.ndarray) -> Tensor:
     device = logits.device
     octets = to_device(words.view(np.uint8), device)
     bits = (octets.unsqueeze(2) >> torch.arange(8, dtype=torch.uint8, device=device)) & 1
-    allowed = bits.flatten(1)[:, : logits.shape[1]].bool()
-    at = to_device(np.array(rows, dtype=np.int64), device)
-    out = logits.clone()
-    out[at] = logits[at].masked_fill(~allowed, -torch.inf)
-    return out
+    forbidden = torch.zeros(logits.shape, dtype=torch.bool, device=device)
+    forbidden[to_device(np.array(rows, dtype=np.int64), device)] = bits.flatten(1)[:, : logits.shape[1]] == 0
+    return logits.masked_fill(forbidden, -torch.inf)

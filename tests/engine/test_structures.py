@@ -151,10 +151,14 @@ def test_a_token_that_does_not_fit_fails_its_lane(compiler: Compiler) -> None:
 def test_a_request_is_ready_when_its_structure_is_compiled(compiler: Compiler) -> None:
     structures, wanting = Structures(compiler), request(Structure.regex("[ab]{3}"))
     assert structures.ready(replace(wanting, structure=None))
-    assert not structures.ready(wanting)
+    structures.ready(wanting)
     deadline = time.monotonic() + 10
     while not structures.ready(wanting):
         assert time.monotonic() < deadline
+    assert structures.ready(replace(wanting, id="b")), "all choices of a request at once"
+    for number in range(40):
+        structures.ready(request(Structure.choice([str(number)])))
+    assert len(structures._asked) == 32
 
 
 # -- the demo pair ---------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from llguidance.numpy import fill_next_token_bitmask
 
 from paceline.engine.plan import VerifySpan
 from paceline.errors import LaneFailed
-from paceline.structure import WORD, Compiler, summary, words_of
+from paceline.structure import COMPILED, WORD, Compiler, summary, words_of
 from paceline.types import Request, Structure
 
 
@@ -69,7 +69,7 @@ class Structures:
 
     def __init__(self, compiler: Compiler) -> None:
         self.compiler = compiler
-        self._pending: dict[Structure, Future[LLMatcher]] = {}
+        self._asked: dict[Structure, Future[LLMatcher]] = {}  # the last ones, in order
         self._walks: dict[str, _Walk] = {}
 
     def ready(self, request: Request) -> bool:
@@ -77,12 +77,11 @@ class Structures:
         structure = request.structure
         if structure is None:
             return True
-        future = self._pending.get(structure)
+        future = self._asked.get(structure)
         if future is None:
-            self._pending[structure] = self.compiler.submit(structure)
-            return False
-        if future.done():
-            del self._pending[structure]
+            future = self._asked[structure] = self.compiler.submit(structure)
+            if len(self._asked) > COMPILED:
+                del self._asked[next(iter(self._asked))]
         return future.done()
 
     def begin(self, requests: Iterable[Request]) -> None:
@@ -100,8 +99,10 @@ class Structures:
         return Permits(rows, words[: len(rows)])
 
     def _compile(self, request: Request) -> LLMatcher:
+        """At once, unless so many other structures came since that it has to be done again."""
         assert request.structure is not None, "a path without a structure"
-        return self.compiler.compile(request.structure)
+        compiled = self._asked.get(request.structure) or self.compiler.submit(request.structure)
+        return compiled.result().deep_copy()
 
     def _fill(self, path: Path, walk: _Walk, rows: list[int], words: np.ndarray) -> None:
         """Add the path's rows to ``rows`` and their masks to ``words``."""
