@@ -83,6 +83,14 @@ def test_arguments_come_as_they_are_written() -> None:
     assert read(f'<tool_call>{{"name":"f","arguments":{source}}}</tool_call>') == Message("", "", [("f", source)])
 
 
+def test_control_characters_that_models_do_not_escape() -> None:
+    (call,) = read(
+        '<tool_call>\n{"name": "f", "arguments": {\n\t"a": "one\ntwo\t\\n\\\\\n", "b": [1,\n2]}}\n</tool_call>'
+    ).calls
+    assert call[1] == '{\n\t"a": "one\\ntwo\\t\\n\\\\\\n", "b": [1,\n2]}'
+    assert json.loads(call[1]) == {"a": "one\ntwo\t\n\\\n", "b": [1, 2]}
+
+
 def test_long_arguments_stream() -> None:
     parser = ReplyParser(tools=TOOLS, form="hermes")
     assert parser.push('<tool_call>\n{"name": "f", "arguments": {"text": "a') == [

@@ -1,7 +1,7 @@
 """What a model's text says: thoughts, content and tool calls, piece by piece. Pure: text in, events out."""
 
-from paceline.parsing.blocks import Block, Blocks, Step
-from paceline.parsing.events import ArgumentsText, CallBegin, ContentText, Event, Message, ThoughtText, joined
+from paceline.parsing.blocks import Block, Blocks, Message, Step
+from paceline.parsing.events import ArgumentsText, CallBegin, ContentText, Event, ThoughtText, joined
 from paceline.parsing.reply import ReplyParser
 from paceline.parsing.tools import CallFormat, Tools, check_tools, format_of, opening_of
 

@@ -1,8 +1,9 @@
-"""A reply as blocks: stretches of one kind, one after another."""
+"""A reply put together: blocks of one kind, one after another, and the message that they make."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Literal
 
 from paceline.parsing.events import ArgumentsText, CallBegin, ContentText, Event, ThoughtText
@@ -69,3 +70,19 @@ class Blocks:
         self._open = Block(len(self.all), kind, name)
         self.all.append(self._open)
         return [*steps, ("begin", self._open, "")]
+
+
+@dataclass(slots=True)
+class Message:
+    """A reply without the order of its parts. ``calls`` are (name, arguments as JSON text)."""
+
+    content: str = ""
+    thought: str = ""
+    calls: list[tuple[str, str]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, events: Iterable[Event]) -> Message:
+        blocks = Blocks()
+        blocks.push(events)
+        content, thought = ("".join(b.text for b in blocks.all if b.kind == kind) for kind in ("content", "thought"))
+        return cls(content, thought, [(block.name, block.text) for block in blocks.all if block.kind == "call"])

@@ -77,8 +77,15 @@ class HermesCall:
         count = self._json.feed(text)
         if self._json.ended:
             self._in_tail = True
-            return count, text[:count], "open"
-        return (len(text), text, "done") if final else (count, text[:count], "open")
+        elif final:
+            return len(text), self._as_json(text), "done"
+        return count, self._as_json(text[:count]), "open"
+
+    def _as_json(self, text: str) -> str:
+        """The text just fed, with its control characters escaped."""
+        at = [0, *(place + 1 for place in self._json.controls)]
+        escaped = [text[begin:place] + _escaped(text[place]) for begin, place in zip(at, self._json.controls, strict=False)]
+        return "".join(escaped) + text[at[-1] :]
 
     def _tail(self, text: str, final: bool) -> tuple[int, str, State]:
         """Behind the arguments: the object's end, which models forget now and then, and the closing tag."""

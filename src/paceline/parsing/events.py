@@ -1,9 +1,9 @@
-"""The pieces of a reply, and the message that they make."""
+"""The pieces of a reply."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,29 +54,3 @@ def joined(events: Iterable[Event]) -> list[Event]:
             case _:
                 out.append(event)
     return out
-
-
-@dataclass(slots=True)
-class Message:
-    """A reply put together. ``calls`` are (name, arguments as JSON text)."""
-
-    content: str = ""
-    thought: str = ""
-    calls: list[tuple[str, str]] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, events: Iterable[Event]) -> Message:
-        content: list[str] = []
-        thought: list[str] = []
-        calls: list[tuple[str, list[str]]] = []
-        for event in events:
-            match event:
-                case ContentText(text):
-                    content.append(text)
-                case ThoughtText(text):
-                    thought.append(text)
-                case CallBegin(_, name):
-                    calls.append((name, []))
-                case ArgumentsText(index, text):
-                    calls[index][1].append(text)
-        return cls("".join(content), "".join(thought), [(name, "".join(pieces)) for name, pieces in calls])

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 _SPACE = re.compile(r"\s*")
-_OUTSIDE, _INSIDE = re.compile(r'["{}\[\]<]'), re.compile(r'["\\]')
+_OUTSIDE, _INSIDE = re.compile(r'["{}\[\]<]'), re.compile(r'["\\\x00-\x1f]')
 
 
 def begins(text: str, at: int, tag: str) -> bool | None:
@@ -43,11 +43,13 @@ class JsonEnd:
         self._escaped = False
         self.ended = False
         """Whether the end, or the tag, has been found."""
+        self.controls: list[int] = []
+        """Where in the text last fed control characters stand in strings: JSON wants them escaped, which models forget."""
 
     def feed(self, text: str) -> int:
         """How many characters belong to the value. Less than all of them: ``ended``, or the rest may become the tag and must
         be given again."""
-        at = 0
+        at, self.controls = 0, []
         while at < len(text):
             if self._escaped:
                 self._escaped, at = False, at + 1
@@ -60,6 +62,8 @@ class JsonEnd:
                 if tagged is not False:
                     self.ended = bool(tagged)
                     return found.start()
+            if found[0] < " ":
+                self.controls.append(found.start())
             self._meet(found[0])
             at = found.end()
             if self._depth == 0 and not self._in_string:
