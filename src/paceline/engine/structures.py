@@ -69,7 +69,8 @@ class Structures:
 
     def __init__(self, compiler: Compiler) -> None:
         self.compiler = compiler
-        self._asked: dict[Structure, Future[LLMatcher]] = {}  # the last ones, in order
+        self._pending: dict[Structure, Future[LLMatcher]] = {}
+        self._compiled: dict[Structure, Future[LLMatcher]] = {}  # the last ones, in order
         self._walks: dict[str, _Walk] = {}
 
     def ready(self, request: Request) -> bool:
@@ -77,12 +78,15 @@ class Structures:
         structure = request.structure
         if structure is None:
             return True
-        future = self._asked.get(structure)
-        if future is None:
-            future = self._asked[structure] = self.compiler.submit(structure)
-            if len(self._asked) > COMPILED:
-                del self._asked[next(iter(self._asked))]
-        return future.done()
+        for one in [one for one, future in self._pending.items() if future.done()]:
+            self._compiled[one] = self._pending.pop(one)
+        for one in [*self._compiled][:-COMPILED]:
+            del self._compiled[one]
+        if structure in self._compiled:
+            return True
+        if structure not in self._pending:
+            self._pending[structure] = self.compiler.submit(structure)
+        return False
 
     def begin(self, requests: Iterable[Request]) -> None:
         """A round of these requests; whoever is not among them is forgotten."""
@@ -101,7 +105,7 @@ class Structures:
     def _compile(self, request: Request) -> LLMatcher:
         """At once, unless so many other structures came since that it has to be done again."""
         assert request.structure is not None, "a path without a structure"
-        compiled = self._asked.get(request.structure) or self.compiler.submit(request.structure)
+        compiled = self._compiled.get(request.structure) or self.compiler.submit(request.structure)
         return compiled.result().deep_copy()
 
     def _fill(self, path: Path, walk: _Walk, rows: list[int], words: np.ndarray) -> None:
