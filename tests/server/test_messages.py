@@ -275,6 +275,8 @@ def test_why_a_message_ended(server: Running) -> None:
         ('{"a": 1, "b": {"c": "x', {"a": 1, "b": {}}),
         ('{"a": "one\ntwo"}', {"a": "one\ntwo"}),
         ("{a: 1}", {"arguments": "{a: 1}"}),
+        ('{"a": NaN}', {"arguments": '{"a": NaN}'}),
+        ('{"a": "\\ud800"}', {"arguments": '{"a": "\\ud800"}'}),
     ],
 )
 def test_arguments_that_are_cut_off_or_odd_are_still_an_object(

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import uuid
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -141,14 +139,11 @@ def _signature(block: Block) -> str:
 def _input(arguments: str) -> dict[str, Any]:
     """The object that a call's arguments are: of arguments that were cut off what is complete, as the clients read a stream;
     what cannot be read at all is one argument."""
-    for read in (partial(json.loads, strict=False), partial(from_json, allow_partial=True)):
-        try:
-            value = read(arguments or "{}")
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(value, dict):
-            return value
-    return {"arguments": arguments}
+    try:
+        value = from_json(arguments or "{}", allow_inf_nan=False, allow_partial=True)
+    except ValueError:
+        value = None
+    return value if isinstance(value, dict) else {"arguments": arguments}
 
 
 def _end(reason: ReplyReason, stop: str | None) -> dict[str, Any]:

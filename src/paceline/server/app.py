@@ -40,7 +40,7 @@ def create_app(service: Service) -> FastAPI:
             allow_origins=options.cors_origins,
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
-            expose_headers=["x-request-id", "retry-after"],
+            expose_headers=["x-request-id", "request-id", "retry-after"],
         )
     app.add_exception_handler(PacelineError, _on_paceline_error)
     app.add_exception_handler(HTTPException, _on_http_error)
