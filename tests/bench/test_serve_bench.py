@@ -199,6 +199,20 @@ def test_what_is_complete_is_not_measured_again_and_what_was_interrupted_is(
     assert first.items() <= now.items() and len(now) == 4
 
 
+def test_a_cell_that_was_disturbed_does_not_count_and_is_measured_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, silent = plan_of(stand_in(), quiet=0.5), Silent()
+    seconds = iter((0.0, 60.0))
+    monkeypatch.setattr(serve, "machine_cpu_seconds", lambda: next(seconds))
+    assert run(plan, tmp_path, silent) == 1
+    assert only_cell(tmp_path)["status"] == "disturbed" and read_matrix(tmp_path)["summary"] == []
+    assert "stand-in off, manifest, C=2, repeat 0: disturbed" in silent.lines and " cores busy" in silent.lines[0]
+    monkeypatch.setattr(serve, "machine_cpu_seconds", lambda: 0.0)
+    assert run(plan, tmp_path, Silent()) == 0
+    assert only_cell(tmp_path)["status"] == "complete"
+
+
 def test_a_directory_of_another_run_is_refused(tmp_path: Path) -> None:
     run(plan_of(stand_in()), tmp_path, Silent())
     with pytest.raises(ConfigError, match="holds a run with another plan"):

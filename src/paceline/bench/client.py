@@ -190,10 +190,11 @@ class Load:
         return time.perf_counter() - self._zero
 
     async def closed_loop(
-        self, asks: Sequence[Ask], concurrency: int, long: Sequence[Ask] = (), every: float = 0.0
+        self, asks: Sequence[Ask], concurrency: int, long: Sequence[Ask] = (), pause: float = 0.0
     ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """``concurrency`` at a time: a new request begins as one ends. Beside them a request of ``long``, in turn, every
-        ``every`` seconds until the last of ``asks`` has ended. The answers of both, in the order in which they ended."""
+        """``concurrency`` at a time: a new request begins as one ends. Beside them, until the last of ``asks`` has ended, a
+        request of ``long``, in turn, ``pause`` seconds after the last such has ended. The answers of both, in the order in
+        which they ended."""
         answers: list[dict[str, Any]] = []
         beside: list[dict[str, Any]] = []
         left = iter(asks)
@@ -205,7 +206,7 @@ class Load:
 
         async def disturb(http: httpx.AsyncClient) -> None:
             for ask in itertools.cycle(long):
-                await asyncio.sleep(every)
+                await asyncio.sleep(pause)
                 beside.append(await ask_once(http, ask, self._extra, self._clock))
 
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=concurrency + 1)

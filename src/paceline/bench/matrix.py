@@ -20,8 +20,8 @@ from paceline.bench.workloads import Workload
 from paceline.errors import ConfigError
 
 Fresh = Literal["cell", "configuration"]
-COMPLETE, FAILED, INTERRUPTED = "complete", "failed", "interrupted"
-"""A cell's status: all answers succeeded; some did not; it was begun and not ended."""
+COMPLETE, FAILED, DISTURBED, INTERRUPTED = "complete", "failed", "disturbed", "interrupted"
+"""A cell's status: all answers succeeded; some did not; the machine was not quiet enough; it was begun and not ended."""
 MATRIX = "matrix.json"
 SUMMARISED = (
     "window_throughput",
@@ -62,7 +62,8 @@ class Cell:
 @dataclass(frozen=True, slots=True)
 class Plan:
     """Everything that decides what a run measures. ``lanes``: of every server. ``warm_up``: requests before each cell, at
-    its C; None for C. ``fresh``: a server of its own for each cell, or for each configuration and repeat."""
+    its C; None for C. ``fresh``: a server of its own for each cell, or for each configuration and repeat. ``quiet``: cores
+    that others may keep busy during a cell; None for any number."""
 
     target: str
     drafter: str
@@ -73,6 +74,7 @@ class Plan:
     lanes: int = 0
     warm_up: int | None = None
     fresh: Fresh = "cell"
+    quiet: float | None = None
 
     def __post_init__(self) -> None:
         if not self.concurrency or min(self.concurrency) < 1 or len(set(self.concurrency)) < len(self.concurrency):

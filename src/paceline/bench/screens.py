@@ -69,7 +69,7 @@ def _burst() -> Screen:
 def _mixed() -> Screen:
     asked = Fixed(prompt_tokens=107, output_tokens=256, requests=24)
     return Screen(
-        "what streaming clients notice of prompts of 4,096 tokens that arrive every two seconds",
+        "what streaming clients notice of prompts of 4,096 tokens that arrive one after another",
         (_OFF, _ON),
         (asked, replace(asked, long_tokens=4096)),
         (6,),

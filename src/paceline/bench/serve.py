@@ -16,6 +16,7 @@ from paceline.bench.client import Load
 from paceline.bench.figures import DEFINITIONS, figures, outcome
 from paceline.bench.matrix import (
     COMPLETE,
+    DISTURBED,
     FAILED,
     INTERRUPTED,
     MATRIX,
@@ -95,7 +96,7 @@ class _Run:
         }
 
     def has(self, cell: Cell) -> bool:
-        """Whether it was measured before. What was interrupted or failed is measured again."""
+        """Whether it was measured before. What was interrupted, disturbed or failed is measured again."""
         document = self._directory.read(cell)
         return document is not None and document["status"] == COMPLETE
 
@@ -139,9 +140,9 @@ class _Run:
         workload = self._plan.workload(cell)
         asks = workload.asks(cell.concurrency, self._tokenizer)
         long: list[Any] = []
-        every = 0.0
+        pause = 0.0
         if isinstance(workload, Fixed) and workload.long_tokens:
-            long, every = [workload.long(number, self._tokenizer) for number in range(_LONG_PROMPTS)], workload.long_seconds
+            long, pause = [workload.long(number, self._tokenizer) for number in range(_LONG_PROMPTS)], workload.long_seconds
         self._begin(cell, len(asks))
         warm_up = cell.concurrency if self._plan.warm_up is None else self._plan.warm_up
         warming, _ = asyncio.run(
@@ -149,7 +150,7 @@ class _Run:
         )
         before, began, cpu_before = server.counters(), time.time(), _others_cpu(server)
         requests, beside = asyncio.run(
-            self._load(server, self._progress.answer).closed_loop(asks, cell.concurrency, long, every)
+            self._load(server, self._progress.answer).closed_loop(asks, cell.concurrency, long, pause)
         )
         ended, cpu_after, after = time.time(), _others_cpu(server), server.counters()
         document = self._facts(cell) | {
@@ -180,6 +181,9 @@ class _Run:
         }
         if verdict["status"] == FAILED:
             return verdict
+        others = document["others_cpu"]
+        if self._plan.quiet is not None and others is not None and others > self._plan.quiet:
+            return verdict | {"status": DISTURBED}
         memory = {"peak_rss_bytes": server.peak_rss_bytes(), "gpu_memory_mib": gpu_memory_mib()}
         return verdict | {"figures": figures(document) | memory}
 
@@ -233,6 +237,8 @@ def _brief(document: Mapping[str, Any]) -> str:
         made = document["figures"]
         window = made["window_throughput"]
         return f"{window or 0.0:.1f} tok/s, goodput {made['goodput']:.1f}, {document['successes']} answers"
+    if document["status"] == DISTURBED:
+        return f"disturbed: others kept {document['others_cpu']:.2f} cores busy"
     failures = ", ".join(f"{count} x {kind}" for kind, count in document["failures"].items())
     exit_status = document["server_exit_status"]
     died = f"; the server ended with status {exit_status}" if exit_status is not None else ""

@@ -84,8 +84,8 @@ class Manifest:
 @dataclass(frozen=True, slots=True)
 class Fixed:
     """Prompts of ``prompt_tokens`` token ids and answers of ``output_tokens`` whatever they say. Without ``requests``,
-    3 C + 3 of them. Where ``long_tokens`` is set, a prompt of that many tokens arrives every ``long_seconds`` beside
-    them."""
+    3 C + 3 of them. Where ``long_tokens`` is set, a prompt of that many tokens comes beside them, ``long_seconds``
+    after the last such was answered."""
 
     prompt_tokens: int = 107
     output_tokens: int = 96

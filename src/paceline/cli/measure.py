@@ -95,6 +95,15 @@ def serve(
             help="A server is started for each cell, or for each configuration.",
         ),
     ] = "cell",
+    quiet: Annotated[
+        float | None,
+        typer.Option(
+            "--quiet",
+            metavar="CORES",
+            help="A cell does not count if others kept more cores busy in it; the same command measures it again.",
+            show_default="any number",
+        ),
+    ] = None,
     peer: Annotated[
         Path | None,
         typer.Option("--peer", metavar="FILE", help="Figures of another engine to show beside these, as JSON."),
@@ -135,6 +144,7 @@ def serve(
         lanes=lanes,
         warm_up=warm_up,
         fresh=fresh,
+        quiet=quiet,
     )
     return _watched(bench, plan, out, peer)
 
