@@ -25,6 +25,7 @@ from paceline.engine.decode import (
     verify_forward,
 )
 from paceline.engine.drafting import DFlashDrafter, Drafter, DraftInputs
+from paceline.engine.memory import nothing_collected
 from paceline.engine.plan import PrefillSpan, VerifySpan
 from paceline.engine.prompts import (
     PromptInputs,
@@ -162,7 +163,7 @@ class Graphs:
         torch.cuda.synchronize(self._pool.device)
         graph = torch.cuda.CUDAGraph()
         # what other threads do on their streams is no part of it: another engine may be running
-        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
+        with nothing_collected(), torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
             forward()
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         graph.replay()

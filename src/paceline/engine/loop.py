@@ -17,6 +17,9 @@ from paceline.types import Emission, EngineStats, Request
 
 log = logging.getLogger("paceline.engine")
 
+_ALONE = 0.1
+"""The part of the window that is waited for nobody in particular."""
+
 
 @dataclass(frozen=True, slots=True)
 class Submit:
@@ -94,16 +97,17 @@ class EngineLoop:
 
     def _receive(self) -> list[Emission]:
         """Handle what has come in. From idle, the first request opens a short window in which others may join it, as many as
-        there were the last time: who is alone need not wait."""
+        there were the last time. Who was alone then waits a fraction of it, for those who were sent with it."""
         if not self.scheduler.idle:
             emissions = self._drain(0.0) + self._compiled()
             self._most = max(self._most, len(self.scheduler.requests()))
             return emissions
         emissions = self._handle(self.inbox.get(_COMPILING_SECONDS if self._compiling else None)) + self._compiled()
-        deadline = time.monotonic() + self.coalesce_seconds
+        opened = time.monotonic()
         while not self.scheduler.idle and not self._stopping:
-            wait = deadline - time.monotonic() if len(self.scheduler.requests()) < self._most else 0.0
-            message = self.inbox.get(max(0.0, wait))
+            company = len(self.scheduler.requests())
+            until = opened + self.coalesce_seconds * (1.0 if company < self._most else _ALONE)
+            message = self.inbox.get(max(0.0, until - time.monotonic()))
             if message is None:
                 break
             emissions += self._handle(message) + self._compiled()

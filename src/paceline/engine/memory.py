@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import gc
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _LIMIT = 1 << 30
@@ -15,6 +17,19 @@ def stop_searching() -> None:
     milliseconds."""
     gc.collect()
     gc.freeze()
+
+
+@contextmanager
+def nothing_collected() -> Iterator[None]:
+    """Collect garbage before and not within: what is freed on a GPU while a graph is captured spoils the graph."""
+    enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def keep_freed_memory() -> None:

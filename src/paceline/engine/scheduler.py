@@ -142,7 +142,9 @@ class Scheduler:
 
     def _repeats(self, decode: tuple[VerifySpan, ...], prefill: tuple[PrefillSpan, ...]) -> bool:
         """Whether the next round is expected to be like this one: nobody joins, and no plain lane is at its last token."""
-        if not decode or self.policy.probing or self.policy.due or any(span.final for span in prefill):
+        if not decode or any(span.final for span in prefill):
+            return False
+        if self.max_drafts and (self.policy.probing or self.policy.due):
             return False
         return any(span.drafting for span in decode) or all(one.room > 1 for one in self.running if one.decoding)
 
