@@ -28,6 +28,7 @@ FAULTS = (
     "usage",
     "different",
     "ids",
+    "hang",
 )
 
 
@@ -70,6 +71,8 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(200)
         self.send_header("content-type", "text/event-stream")
         self.end_headers()
+        if fault == "hang":
+            time.sleep(60)
         self._answer(body, fault)
 
     def _answer(self, body: dict[str, Any], fault: str) -> None:

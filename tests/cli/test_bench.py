@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -85,3 +87,29 @@ def test_a_run_its_report_and_the_ratios_of_two(tmp_path: Path, capsys: pytest.C
     cell.write_text(cell.read_text() + " ")
     assert main(["bench", "report", str(tmp_path / "a")]) == 1
     assert cell.name in capsys.readouterr().err
+
+
+def test_a_benchmark_that_is_ended_ends_its_server_and_says_so_of_its_cell(tmp_path: Path) -> None:
+    servers, stand_in = tmp_path / "servers.toml", Path(__file__).parents[1] / "bench" / "standin.py"
+    servers.write_text(
+        f'[slow]\ncommand = ["{{python}}", "{stand_in}", "--port", "{{port}}", "--fault", "hang", "--at", "1"]\n'
+    )
+    out = tmp_path / "run"
+    command = [sys.executable, "-m", "paceline.cli", "bench", "serve", "--servers", str(servers), "--server", "slow"]
+    process = subprocess.Popen([*command, "--concurrency", "1", "--requests", "3", "--out", str(out)])
+    log = out / "logs" / "slow--default--manifest--c1--r0.log"
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline and not (log.exists() and log.read_text().count("POST") == 3):
+        time.sleep(0.05)
+    process.terminate()
+    assert process.wait(timeout=20) == 130
+    (cell,) = json.loads((out / "matrix.json").read_text())["cells"]
+    assert cell["status"] == "interrupted" and "successes" not in cell
+    assert not [entry for entry in Path("/proc").glob("[0-9]*/cmdline") if str(stand_in).encode() in _read(entry)]
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""

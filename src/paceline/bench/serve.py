@@ -58,6 +58,7 @@ def run(plan: Plan, out: Path, progress: Progress, peer: Mapping[str, Any] | Non
     or is missing, or tokens differ where they must not."""
     measured = _Run(plan, out, progress, peer)
     groups = [[cell for cell in group if not measured.has(cell)] for group in plan.groups()]
+    measured.write()
     try:
         for group in filter(None, groups):
             measured.group(group)

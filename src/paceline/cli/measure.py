@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import signal
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -251,8 +252,16 @@ def _watched(bench: SimpleNamespace, plan: Any, out: Path, peer: Path | None) ->
     from paceline.cli.progress import RunProgress
 
     beside = json.loads(peer.read_text()) if peer else None
-    with RunProgress() as progress:
-        return bench.run(plan, out, progress, beside)
+    before = signal.signal(signal.SIGTERM, _interrupt)  # the servers must end with it
+    try:
+        with RunProgress() as progress:
+            return bench.run(plan, out, progress, beside)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _interrupt(number: int, frame: object) -> None:
+    raise KeyboardInterrupt
 
 
 def _integers(name: str, text: str) -> tuple[int, ...]:
