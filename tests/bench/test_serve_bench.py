@@ -243,6 +243,17 @@ def test_long_prompts_arrive_beside_the_others(tmp_path: Path) -> None:
     assert mixed["figures"]["long_ttft_ms"]["p50"] > 0 and "long_ttft_ms" not in quiet["figures"]
 
 
+def test_a_long_prompt_that_fails_fails_its_cell(tmp_path: Path) -> None:
+    asked = Fixed(prompt_tokens=9, output_tokens=90, requests=6, long_tokens=40, long_seconds=0.02)
+    silent = Silent()
+    assert (
+        run(plan_of(stand_in("--fault", "status", "--at", "3"), workloads=(asked,), concurrency=(1,)), tmp_path, silent) == 1
+    )
+    cell = only_cell(tmp_path)
+    assert cell["status"] == "failed" and "figures" not in cell
+    assert cell["failures"] | cell["failures_beside"] == {"status 500": 1}
+
+
 def test_paceline_is_measured_and_its_tokens_are_identical(tmp_path: Path) -> None:
     flags = ("--dtype", "float32", "--max-ctx", "1024", "--threads", "1")
     ours = with_flags(read_servers()["paceline"], flags)

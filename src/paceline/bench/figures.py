@@ -14,6 +14,7 @@ DEFINITIONS = {
     "requests": "Requests sent in the cell, without those that warm up.",
     "successes": "Answers with status 200, a whole stream, a known finish reason and the token counts that were due.",
     "failures": "Answers that were not, by what went wrong. A cell with failures has no figures.",
+    "failures_beside": "The same of requests that warm up or, if none of these failed, of the long prompts.",
     "tokens": "Output tokens of all answers, as the server's usage counts them.",
     "wall_seconds": "From the start of the first request to the end of the last answer.",
     "goodput": "tokens / wall_seconds: prompts and gaps included.",
@@ -115,10 +116,5 @@ def _by_trace(trace: Mapping[str, Any] | None, wall: float) -> dict[str, Any]:
 def _long(requests: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     if not requests:
         return {}
-    ttft = [1e3 * (request["arrivals"][0] - request["start"]) for request in requests if "failure" not in request]
-    return {"long_ttft_ms": {"p50": percentile(ttft, 50), "max": max(ttft, default=None)}, **_failed_long(requests)}
-
-
-def _failed_long(requests: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    failures = outcome(requests)["failures"]
-    return {"long_failures": failures} if failures else {}
+    ttft = [1e3 * (request["arrivals"][0] - request["start"]) for request in requests]
+    return {"long_ttft_ms": {"p50": percentile(ttft, 50), "max": max(ttft)}}

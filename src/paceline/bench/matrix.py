@@ -210,7 +210,11 @@ def matrix_document(
         {
             **asdict(cell),
             "status": document["status"],
-            **{name: document[name] for name in ("requests_sent", "successes", "failures") if name in document},
+            **{
+                name: document[name]
+                for name in ("requests_sent", "successes", "failures", "failures_beside")
+                if name in document
+            },
             "file": str(directory.file(cell).relative_to(directory.path)),
             "sha256": hashlib.sha256(directory.file(cell).read_bytes()).hexdigest(),
         }
@@ -328,13 +332,20 @@ def _compared(cell: Mapping[str, Any], reference: Mapping[str, Any] | None) -> d
     }
 
 
+def named(cell: Mapping[str, Any]) -> str:
+    """The failures of a cell in words."""
+    own = [f"{count} x {kind}" for kind, count in cell.get("failures", {}).items()]
+    beside = [f"{count} x {kind} beside it" for kind, count in cell.get("failures_beside", {}).items()]
+    return ", ".join(own + beside)
+
+
 def verdict(matrix: Mapping[str, Any]) -> list[str]:
     """What speaks against the run: cells that are missing or failed, and tokens that differ where they must not."""
     wrong = []
     for cell in matrix["cells"]:
         if cell["status"] != COMPLETE:
-            failures = ", ".join(f"{count} x {kind}" for kind, count in cell.get("failures", {}).items())
-            wrong.append(f"{Cell(**_identity(cell))}: {cell['status']}{': ' if failures else ''}{failures}")
+            found = named(cell)
+            wrong.append(f"{Cell(**_identity(cell))}: {cell['status']}{': ' if found else ''}{found}")
     if missing := matrix["cells_planned"] - len(matrix["cells"]):
         wrong.append(f"{missing} cells not begun")
     for row in matrix["exactness"]:

@@ -242,27 +242,29 @@ def _charted_speed_up(row: Row) -> Mapping[str, float] | None:
 
 
 def _engine_table(cells: Sequence[Mapping[str, Any]]) -> str:
-    """Where the time went and how drafts did, in each cell that knows."""
-    rows = [
-        [
-            cell["server"],
-            cell["configuration"],
-            str(cell["concurrency"]),
-            str(cell["repeat"]),
-            str(made["rounds"] or ""),
-            *(f"{100 * made['time_share'].get(stage, 0.0):.0f} %" for stage in _STAGES),
-            " ".join(f"{share:.2f}" for share in made.get("acceptance_by_position", ())),
-            " ".join(f"{lanes}: {length:.2f}" for lanes, length in made["acceptance_by_lanes"].items()),
-            "" if cell.get("others_cpu") is None else f"{cell['others_cpu']:.2f}",
-            f"{(made['peak_rss_bytes'] or 0) / 2**20:.0f}",
-            " ".join(map(str, made["gpu_memory_mib"])),
-        ]
-        for cell in cells
-        if (made := cell.get("figures")) and "time_share" in made
-    ]
-    names = ["server", "configuration", "C", "repeat", "rounds", *_STAGES]
+    """Where the time went and how drafts did, as far as each cell knows, and how quiet the machine was."""
+    rows = []
+    for cell in cells:
+        if made := cell.get("figures"):
+            shares, lanes = made.get("time_share"), made.get("acceptance_by_lanes", {})
+            rows.append(
+                [
+                    cell["server"],
+                    cell["configuration"],
+                    cell["workload"],
+                    *(str(cell[name]) for name in ("concurrency", "repeat")),
+                    str(made["rounds"] or ""),
+                    *(f"{100 * shares.get(stage, 0.0):.0f} %" if shares else "" for stage in _STAGES),
+                    " ".join(f"{share:.2f}" for share in made.get("acceptance_by_position", ())),
+                    " ".join(f"{count}: {length:.2f}" for count, length in lanes.items()),
+                    "" if cell.get("others_cpu") is None else f"{cell['others_cpu']:.2f}",
+                    f"{(made['peak_rss_bytes'] or 0) / 2**20:.0f}",
+                    " ".join(map(str, made["gpu_memory_mib"])),
+                ]
+            )
+    names = ["server", "configuration", "workload", "C", "repeat", "rounds", *_STAGES]
     names += ["accepted by position", "acceptance by lanes", "others' cores", "peak RSS MiB", "GPU MiB"]
-    return f"<h3>Inside the engine</h3>{_html_table(names, rows)}" if rows else ""
+    return f"<h3>Inside the cells</h3>{_html_table(names, rows)}" if rows else ""
 
 
 _STAGES = ("draft", "verify", "prefill", "commit", "host")

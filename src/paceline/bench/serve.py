@@ -24,6 +24,7 @@ from paceline.bench.matrix import (
     Directory,
     Plan,
     matrix_document,
+    named,
     verdict,
     write_whole,
 )
@@ -171,13 +172,17 @@ class _Run:
         return document | self._judged(document, server)
 
     def _judged(self, document: dict[str, Any], server: Server) -> dict[str, Any]:
-        counted = outcome(document["requests"])
-        wrong = counted["failures"] or document["warm_up"]["failures"] or document["server_exit_status"] is not None
+        counted, beside = (
+            outcome(document["requests"]),
+            document["warm_up"]["failures"] or outcome(document["long"])["failures"],
+        )
+        wrong = counted["failures"] or beside or document["server_exit_status"] is not None
         verdict = {
             "status": FAILED if wrong else COMPLETE,
             "requests_sent": counted["requests"],
             "successes": counted["successes"],
             "failures": counted["failures"],
+            "failures_beside": beside,
             "arithmetic": server.arithmetic(document["fingerprint"]),
         }
         if verdict["status"] == FAILED:
@@ -240,7 +245,6 @@ def _brief(document: Mapping[str, Any]) -> str:
         return f"{window or 0.0:.1f} tok/s, goodput {made['goodput']:.1f}, {document['successes']} answers"
     if document["status"] == DISTURBED:
         return f"disturbed: others kept {document['others_cpu']:.2f} cores busy"
-    failures = ", ".join(f"{count} x {kind}" for kind, count in document["failures"].items())
     exit_status = document["server_exit_status"]
     died = f"; the server ended with status {exit_status}" if exit_status is not None else ""
-    return f"FAILED, {document['successes']} of {document['requests_sent']} answers: {failures}{died}"
+    return f"FAILED, {document['successes']} of {document['requests_sent']} answers: {named(document)}{died}"
