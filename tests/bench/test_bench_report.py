@@ -135,7 +135,8 @@ def test_the_summary_has_medians_spreads_and_speed_ups_within_a_repeat() -> None
     plan = plan_of(repeats=3)
     rates = {cell: rate if cell.repeat < 2 else 10 * rate for cell, rate in rates_of(plan).items()}
     rows = summary([document(cell, rate) for cell, rate in rates.items()])
-    on = next(row for row in rows if (row["configuration"], row["concurrency"]) == ("on", 1))
+    assert [(row["concurrency"], row["configuration"]) for row in rows] == [(1, "off"), (1, "on"), (2, "off"), (2, "on")]
+    on = rows[1]
     assert on["repeats"] == 3 and on["goodput"] == pytest.approx({"median": 61, "min": 60, "max": 620})
     # a machine that was ten times as fast in the last repeat was so for both
     assert on["speed_up"]["goodput"] == pytest.approx({"median": 61 / 31, "min": 620 / 320, "max": 2})

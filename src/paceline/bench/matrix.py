@@ -258,11 +258,12 @@ def complete(cells: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 
 def summary(cells: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """A row per server, configuration, workload and C, over the repeats that are complete."""
+    """A row per server, workload, C and configuration, in this order, over the repeats that are complete."""
     rows: defaultdict[Key, list[Mapping[str, Any]]] = defaultdict(list)
-    begun = dict.fromkeys(_key(cell) for cell in cells)
     for cell in complete(cells):
         rows[_key(cell)].append(cell)
+    seen = {name: place for place, name in enumerate(dict.fromkeys(part for cell in cells for part in _key(cell)[:3]))}
+    order = sorted(rows, key=lambda key: (seen[key[0]], seen[key[2]], key[3], seen[key[1]]))
     plain = {(*_load(cell), cell["repeat"]): cell for cell in complete(cells) if not cell["speculation"]}
     return [
         {
@@ -276,8 +277,7 @@ def summary(cells: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
                 if (spread := _spread(_ratio(cell, plain.get((*_load(cell), cell["repeat"])), name) for cell in rows[key]))
             },
         }
-        for key in begun
-        if rows[key]
+        for key in order
     ]
 
 
