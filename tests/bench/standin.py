@@ -85,7 +85,8 @@ class Handler(BaseHTTPRequestHandler):
             self._event({"choices": [{"delta": {"role": "assistant", "content": ""}}]})
         for first in range(0, tokens, TOKENS_PER_EVENT):
             ids = [digest[token % 32] for token in range(first, min(first + TOKENS_PER_EVENT, tokens))]
-            text = "".join(chr(97 + token % 26) for token in ids)
+            # the last character is no end of a line in an event stream, whatever Python's splitlines says
+            text = "".join(chr(97 + token % 26) for token in ids) + "\u2028"
             piece: dict[str, Any] = {"delta": {"content": text}} if "messages" in body else {"text": text}
             if self.server.ids:
                 piece["token_ids"] = ids[:-1] if fault == "ids" else ids
@@ -112,7 +113,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(b"data: [DONE]\n\n")
 
     def _event(self, event: dict[str, Any]) -> None:
-        self.wfile.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+        self.wfile.write(b"data: " + json.dumps(event, ensure_ascii=False).encode() + b"\n\n")
         self.wfile.flush()
 
     def log_message(self, format: str, *args: Any) -> None:

@@ -57,9 +57,10 @@ class Stream:
             return
         try:
             event = json.loads(data)
-            assert isinstance(event, dict)
-        except (ValueError, AssertionError):
-            raise Failed("event that is not a JSON object", data) from None
+        except ValueError:
+            event = None
+        if not isinstance(event, dict):
+            raise Failed("event that is not a JSON object", data)
         if event.get("error"):
             raise Failed("error in the stream", json.dumps(event["error"]))
         self.fingerprint = event.get("system_fingerprint") or self.fingerprint
@@ -135,7 +136,7 @@ async def ask_once(
             status = response.status_code
             if status != 200:
                 raise Failed(f"status {status}", (await response.aread()).decode(errors="replace"))
-            async for line in response.aiter_lines():
+            async for line in _lines(response):
                 stream.take(line)
         stream.check(ask)
     except Failed as error:
@@ -157,6 +158,17 @@ async def ask_once(
         **({"accepted": stream.timings["draft_n_accepted"]} if "draft_n_accepted" in stream.timings else {}),
         **failure,
     }
+
+
+async def _lines(response: httpx.Response) -> AsyncIterator[str]:
+    """Lines of an event stream end with a newline only; ``aiter_lines`` would also split at characters inside of texts."""
+    rest = b""
+    async for data in response.aiter_bytes():
+        *lines, rest = (rest + data).split(b"\n")
+        for line in lines:
+            yield line.decode(errors="replace")
+    if rest:
+        yield rest.decode(errors="replace")
 
 
 @contextlib.asynccontextmanager
