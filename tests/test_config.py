@@ -1,4 +1,4 @@
-"""Engine options: values of a wrong type."""
+"""Engine options: values of a wrong type. What is told of the environment."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from paceline.config import EngineOptions
+from paceline.config import EngineOptions, environment_switches
 from paceline.errors import ConfigError
 
 
@@ -48,3 +48,11 @@ def test_a_value_of_the_wrong_type_names_the_option(name: str, value: Any) -> No
 def test_what_may_be_left_out_may_be_none() -> None:
     options = EngineOptions(drafter=None, max_ctx=None, threads=None, model_name=None, admission_coalesce_ms=5)
     assert (options.drafter, options.admission_coalesce_ms) == (None, 5)
+
+
+def test_switches_of_the_environment_are_told_and_secrets_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "PACELINE_API_KEY", "LLAMA_API_TOKEN", "HOME_OF_OMP_"):
+        monkeypatch.setenv(name, "7")
+    told = environment_switches()
+    assert told["OMP_NUM_THREADS"] == told["CUDA_VISIBLE_DEVICES"] == "7"
+    assert not {"PACELINE_API_KEY", "LLAMA_API_TOKEN", "HOME_OF_OMP_"} & set(told)
