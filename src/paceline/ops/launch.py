@@ -1,4 +1,6 @@
-"""Launches that overlap (programmatic dependent launch, NVIDIA GPUs from compute capability 9.0 on).
+"""What launches depend on a GPU for: whether they overlap, and how much shared memory there is.
+
+Launches overlap by programmatic dependent launch (NVIDIA GPUs from compute capability 9.0 on).
 
 In a stream a kernel begins when the one before it has ended, and beginning takes as long as a small kernel does. Launched
 with ``pdl`` it may begin earlier: as soon as every program of the one before has called ``await_turn``, or ended. There it
@@ -28,6 +30,17 @@ def pdl(device: torch.device) -> dict[str, bool]:
 @functools.cache
 def _has_pdl(device: torch.device) -> bool:
     return device.type == "cuda" and torch.version.cuda is not None and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+_SMALL = 128 << 10
+
+
+@functools.cache
+def has_little_shared_memory(device: torch.device) -> bool:
+    """Whether a program has about 100 KiB of it, as on GPUs of compute capability 8.6, 8.9 and 12.0, and not 160 or more."""
+    if device.type != "cuda" or torch.version.cuda is None:
+        return False
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin < _SMALL
 
 
 @triton.jit

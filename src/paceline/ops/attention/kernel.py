@@ -32,7 +32,7 @@ from paceline.ops.attention.pieces import pieces_of
 from paceline.ops.attention.ref import QUERY_TILE
 from paceline.ops.kv import PagedTensor
 from paceline.ops.kv.kernel import store_groups
-from paceline.ops.launch import await_turn, pdl
+from paceline.ops.launch import await_turn, has_little_shared_memory, pdl
 from paceline.types import RowKind
 
 
@@ -54,6 +54,11 @@ TILING: dict[tuple[RowKind, int], Tiling] = {
     ("prefill", 4): Tiling(tile=64, block=16, cut=False, warps=8, stages=1),
 }
 """By kind of rows and bytes of a factor in the products. Part of the arithmetic: a change changes bits."""
+SMALL_TILING: dict[tuple[RowKind, int], Tiling] = TILING | {
+    ("decode", 2): Tiling(tile=64, block=64, cut=True, warps=4, stages=1),
+    ("prefill", 2): Tiling(tile=64, block=64, cut=False, warps=4, stages=1),
+}
+"""Where there is little shared memory."""
 
 _OPERAND = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.int8: tl.float16}
 _MOST_WALKERS, _FEWEST_WALKERS, _ENOUGH_PROGRAMS = 64, 16, 1024
@@ -90,7 +95,7 @@ def attention(
     rows, heads, dim = q.shape
     kv_heads = k_cache.data.shape[2]
     wide = torch.float32 in (k_cache.data.dtype, v_cache.data.dtype)
-    tiling = TILING[batch.kind, 4 if wide else 2]
+    tiling = (SMALL_TILING if has_little_shared_memory(q.device) else TILING)[batch.kind, 4 if wide else 2]
     tile_rows = QUERY_TILE[batch.kind]
     tile_heads = _heads_per_tile(heads // kv_heads, tiling.tile // tile_rows)
     longest, widest = _bounds(batch)

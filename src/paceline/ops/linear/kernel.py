@@ -27,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from paceline.ops.dispatch import uses_special_kernels
-from paceline.ops.launch import await_turn, pdl
+from paceline.ops.launch import await_turn, has_little_shared_memory, pdl
 from paceline.ops.linear import hopper
 from paceline.ops.linear.rows import COLUMN_STEP, ROW_STEP, Rows, padded
 from paceline.ops.linear.tiles import TILE_ROWS, TiledWeight, tile
@@ -539,7 +539,7 @@ def _decode(x: Rows, weight: TiledWeight) -> Tensor:
         GROUPS=groups,
         FORM=weight.form,
         PTX=_has_ptx(partial),
-        num_stages=3 if groups < 4 else 2,
+        num_stages=_stages(groups, x.device),
         **_options(partial),
         **pdl(x.device),
     )
@@ -632,6 +632,13 @@ def expand(weight: TiledWeight) -> Tensor:
         num_warps=_WARPS,
     )
     return out
+
+
+def _stages(groups: int, device: torch.device) -> int:
+    """Of the pipeline; no bit depends on it."""
+    if has_little_shared_memory(device):
+        return 2 if groups == 1 else 1
+    return 3 if groups < 4 else 2
 
 
 def _options(x: Tensor) -> dict[str, int]:
