@@ -49,8 +49,8 @@ COUNT_FIELDS = _PROMPT_FIELDS
 """Of /v1/messages/count_tokens."""
 THINKING_FIELDS: dict[str, FieldRule] = {"type": SUPPORTED, "budget_tokens": SUPPORTED, "display": Only(("summarized",))}
 OUTPUT_FIELDS: dict[str, FieldRule] = {"effort": SUPPORTED, "format": SUPPORTED}
-_FORMAT_FIELDS: dict[str, FieldRule] = {"type": SUPPORTED, "schema": SUPPORTED}
-_TOOL_FIELDS: dict[str, FieldRule] = {
+FORMAT_FIELDS: dict[str, FieldRule] = {"type": SUPPORTED, "schema": SUPPORTED}
+TOOL_FIELDS: dict[str, FieldRule] = {
     "type": SUPPORTED,
     "name": SUPPORTED,
     "description": SUPPORTED,
@@ -61,13 +61,13 @@ _TOOL_FIELDS: dict[str, FieldRule] = {
     "defer_loading": Only((False,)),
     "allowed_callers": Only((["direct"],)),
 }
-_CHOICE_FIELDS = dict.fromkeys(("type", "name", "disable_parallel_tool_use"), SUPPORTED)
+CHOICE_FIELDS = dict.fromkeys(("type", "name", "disable_parallel_tool_use"), SUPPORTED)
 _BLOCK: dict[str, FieldRule] = {"type": SUPPORTED, "cache_control": NEUTRAL}
-_TEXT = {"text": _BLOCK | {"text": SUPPORTED, "citations": Only(([],))}}
-_USERS: dict[str, dict[str, FieldRule]] = _TEXT | {
+TEXT_BLOCKS = {"text": _BLOCK | {"text": SUPPORTED, "citations": Only(([],))}}
+USER_BLOCKS: dict[str, dict[str, FieldRule]] = TEXT_BLOCKS | {
     "tool_result": _BLOCK | dict.fromkeys(("tool_use_id", "content", "is_error"), SUPPORTED)
 }
-_ASSISTANTS: dict[str, dict[str, FieldRule]] = _TEXT | {
+ASSISTANT_BLOCKS: dict[str, dict[str, FieldRule]] = TEXT_BLOCKS | {
     "thinking": _BLOCK | {"thinking": SUPPORTED, "signature": NEUTRAL},
     "tool_use": _BLOCK | {"id": SUPPORTED, "name": SUPPORTED, "input": SUPPORTED, "caller": Only(({"type": "direct"},))},
 }
@@ -144,7 +144,7 @@ def _output(body: Mapping[str, Any]) -> dict[str, Any]:
         return chat
     where = "output_config.format"
     form = an_object(output["format"], where)
-    check_fields(form, _FORMAT_FIELDS, prefix=f"{where}.")
+    check_fields(form, FORMAT_FIELDS, prefix=f"{where}.")
     if form.get("type") != "json_schema":
         raise InvalidRequest(f'{where}.type must be "json_schema", got {form.get("type")!r}', param=f"{where}.type")
     return chat | {"response_format": {"type": "json_schema", "json_schema": {"schema": form.get("schema")}}}
@@ -153,7 +153,7 @@ def _output(body: Mapping[str, Any]) -> dict[str, Any]:
 def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
     if tool.get("type") not in (None, "custom"):
         raise InvalidRequest(f'{where}.type must be "custom" or null, got {tool["type"]!r}', param=f"{where}.type")
-    check_fields(tool, _TOOL_FIELDS, prefix=f"{where}.")
+    check_fields(tool, TOOL_FIELDS, prefix=f"{where}.")
     function = {
         "name": a_string(tool, "name", where),
         "parameters": an_object(tool.get("input_schema"), f"{where}.input_schema"),
@@ -166,7 +166,7 @@ def _tool_choice(choice: dict[str, Any] | None) -> tuple[object, bool]:
     """The choice as a chat has it, and whether there may be several calls."""
     if choice is None:
         return None, True
-    check_fields(choice, _CHOICE_FIELDS, prefix="tool_choice.")
+    check_fields(choice, CHOICE_FIELDS, prefix="tool_choice.")
     parallel = not expect(bool, choice, "disable_parallel_tool_use", prefix="tool_choice.")
     kind = choice.get("type")
     if kind == "tool":
@@ -182,7 +182,7 @@ def _tool_choice(choice: dict[str, Any] | None) -> tuple[object, bool]:
 def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
     if body.get("system"):
-        messages.append({"role": "system", "content": text_of(body["system"], "system", _TEXT)})
+        messages.append({"role": "system", "content": text_of(body["system"], "system", TEXT_BLOCKS)})
     given = objects(body.get("messages"), "messages")
     if not given:
         raise InvalidRequest("messages must be a non-empty list of messages", param="messages")
@@ -198,7 +198,7 @@ def _message(role: object, content: object, where: str) -> list[dict[str, Any]]:
         raise InvalidRequest(f"{where}.role must be user, assistant or system, got {role!r}", param=f"{where}.role")
     place = f"{where}.content"
     if isinstance(content, str) or role == "system":
-        return [{"role": role, "content": text_of(content, place, _TEXT)}]
+        return [{"role": role, "content": text_of(content, place, TEXT_BLOCKS)}]
     blocks = objects(content, place)
     if not blocks:
         raise InvalidRequest(f"{place} must be a string or a non-empty list of blocks", param=place)
@@ -216,7 +216,7 @@ def _kind(block: dict[str, Any], where: str, kinds: Mapping[str, Mapping[str, Fi
 def _of_user(blocks: list[tuple[dict[str, Any], str]]) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
     for block, where in blocks:
-        if _kind(block, where, _USERS) == "tool_result":
+        if _kind(block, where, USER_BLOCKS) == "tool_result":
             messages.append(_result(block, where))
         elif messages and messages[-1]["role"] == "user":
             messages[-1]["content"] += a_string(block, "text", where)
@@ -226,7 +226,7 @@ def _of_user(blocks: list[tuple[dict[str, Any], str]]) -> list[dict[str, Any]]:
 
 
 def _result(block: dict[str, Any], where: str) -> dict[str, Any]:
-    text = text_of(block.get("content") or "", f"{where}.content", _TEXT)
+    text = text_of(block.get("content") or "", f"{where}.content", TEXT_BLOCKS)
     failed = expect(bool, block, "is_error", prefix=f"{where}.")
     content = f"Error: {text}" if failed else text
     return {"role": "tool", "tool_call_id": a_string(block, "tool_use_id", where), "content": content}
@@ -236,7 +236,7 @@ def _of_assistant(blocks: list[tuple[dict[str, Any], str]]) -> dict[str, Any]:
     said: dict[str, list[str]] = {"text": [], "thinking": []}
     calls: list[dict[str, Any]] = []
     for block, where in blocks:
-        kind = _kind(block, where, _ASSISTANTS)
+        kind = _kind(block, where, ASSISTANT_BLOCKS)
         if kind != "tool_use":
             said[kind].append(a_string(block, kind, where))
             continue

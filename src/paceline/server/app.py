@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
@@ -15,6 +16,7 @@ from starlette.responses import Response
 from paceline.errors import InvalidRequest, PacelineError
 from paceline.server.anthropic import messages
 from paceline.server.http import EveryRequest, KeyCheck, error_response, json_response
+from paceline.server.openapi import document
 from paceline.server.protocol import ChatRequest, CompletionRequest, UnknownModel, parse_chat, parse_completion
 from paceline.server.replies import ChatReply, CompletionReply, Reply, printable
 from paceline.server.respond import answer
@@ -46,11 +48,11 @@ def create_app(service: Service) -> FastAPI:
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(ClientDisconnect, _on_disconnect)
     keys = [Depends(KeyCheck(options.api_keys))]
-    app.include_router(_api(service), dependencies=keys)
-    app.include_router(responses(service), dependencies=keys)
-    app.include_router(messages(service), dependencies=keys)
-    app.include_router(utilities(service), dependencies=keys)
-    app.include_router(_operations(service))
+    keyed, keyless = [_api(service), responses(service), messages(service), utilities(service)], _operations(service)
+    described = document(route for router in (*keyed, keyless) for route in router.routes if isinstance(route, APIRoute))
+    for router in (*keyed, _description(described)):
+        app.include_router(router, dependencies=keys)
+    app.include_router(keyless)
     return app
 
 
@@ -94,6 +96,16 @@ def _api(service: Service) -> APIRouter:
         if name != card["id"]:
             raise UnknownModel(f"there is no model {name!r}; this server has {card['id']!r}", param="model")
         return json_response(card)
+
+    return router
+
+
+def _description(described: dict[str, Any]) -> APIRouter:
+    router = APIRouter()
+
+    @router.get("/openapi.json")
+    async def openapi() -> Response:
+        return json_response(described)
 
     return router
 

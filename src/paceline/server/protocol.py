@@ -157,7 +157,7 @@ TOKENIZE_FIELDS: dict[str, FieldRule] = {
 }
 DETOKENIZE_FIELDS: dict[str, FieldRule] = {"model": SUPPORTED, "tokens": SUPPORTED}
 
-_STREAM_OPTIONS: dict[str, FieldRule] = {
+STREAM_OPTIONS: dict[str, FieldRule] = {
     "include_usage": SUPPORTED,
     "include_obfuscation": NEUTRAL,
     "continuous_usage_stats": Only((False,)),
@@ -398,7 +398,7 @@ def _streaming(body: Mapping[str, Any]) -> tuple[bool, bool]:
         return stream, False
     if not stream:
         raise InvalidRequest("stream_options needs stream to be true", param="stream_options")
-    check_fields(options, _STREAM_OPTIONS, prefix="stream_options.")
+    check_fields(options, STREAM_OPTIONS, prefix="stream_options.")
     return stream, _flag(options, "include_usage", prefix="stream_options.")
 
 

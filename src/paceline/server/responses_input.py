@@ -56,8 +56,8 @@ REASONING_FIELDS: dict[str, FieldRule] = {
     "generate_summary": Only(("auto",)),
 }
 TEXT_FIELDS: dict[str, FieldRule] = {"format": SUPPORTED, "verbosity": Only(("medium",))}
-_STREAM_OPTIONS: dict[str, FieldRule] = {"include_obfuscation": NEUTRAL}
-_TOOL_FIELDS: dict[str, FieldRule] = {
+STREAM_OPTIONS: dict[str, FieldRule] = {"include_obfuscation": NEUTRAL}
+TOOL_FIELDS: dict[str, FieldRule] = {
     "type": SUPPORTED,
     "name": SUPPORTED,
     "description": SUPPORTED,
@@ -65,12 +65,12 @@ _TOOL_FIELDS: dict[str, FieldRule] = {
     "strict": SUPPORTED,
     "defer_loading": Only((False,)),
 }
-_CHOICE_FIELDS = dict.fromkeys(("type", "name"), SUPPORTED)
-_FORMAT_FIELDS = dict.fromkeys(("type", "name", "schema", "strict", "description"), SUPPORTED)
-_PART: dict[str, FieldRule] = {"type": SUPPORTED, "text": SUPPORTED}
-_PARTS = {"input_text": _PART, "text": _PART, "output_text": _PART | {"annotations": Only(([],)), "logprobs": Only(([],))}}
+CHOICE_FIELDS = dict.fromkeys(("type", "name"), SUPPORTED)
+FORMAT_FIELDS = dict.fromkeys(("type", "name", "schema", "strict", "description"), SUPPORTED)
+PART: dict[str, FieldRule] = {"type": SUPPORTED, "text": SUPPORTED}
+PARTS = {"input_text": PART, "text": PART, "output_text": PART | {"annotations": Only(([],)), "logprobs": Only(([],))}}
 _STATE: dict[str, FieldRule] = {"type": SUPPORTED, "id": NEUTRAL, "status": NEUTRAL}
-_ITEMS: dict[str, dict[str, FieldRule]] = {
+ITEMS: dict[str, dict[str, FieldRule]] = {
     "message": _STATE | {"role": SUPPORTED, "content": SUPPORTED, "phase": NEUTRAL},
     "function_call": _STATE | {"call_id": SUPPORTED, "name": SUPPORTED, "arguments": SUPPORTED},
     "function_call_output": _STATE | {"call_id": SUPPORTED, "output": SUPPORTED, "name": NEUTRAL},
@@ -129,7 +129,7 @@ def _check_metadata(body: Mapping[str, Any]) -> None:
 def _check_stream_options(body: Mapping[str, Any]) -> None:
     options = expect(dict, body, "stream_options")
     if options is not None:
-        check_fields(options, _STREAM_OPTIONS, prefix="stream_options.")
+        check_fields(options, STREAM_OPTIONS, prefix="stream_options.")
 
 
 def _part(body: Mapping[str, Any], name: str, rules: Mapping[str, FieldRule]) -> dict[str, Any]:
@@ -153,7 +153,7 @@ def _format(value: object) -> dict[str, Any] | None:
     if value is None:
         return None
     form = an_object(value, "text.format")
-    check_fields(form, _FORMAT_FIELDS, prefix="text.format.")
+    check_fields(form, FORMAT_FIELDS, prefix="text.format.")
     if form.get("type") != "json_schema":
         return form
     return {"type": "json_schema", "json_schema": {name: part for name, part in form.items() if name != "type"}}
@@ -162,7 +162,7 @@ def _format(value: object) -> dict[str, Any] | None:
 def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
     if tool.get("type") != "function":
         raise InvalidRequest(f'{where}.type must be "function", got {tool.get("type")!r}', param=f"{where}.type")
-    check_fields(tool, _TOOL_FIELDS, prefix=f"{where}.")
+    check_fields(tool, TOOL_FIELDS, prefix=f"{where}.")
     a_string(tool, "name", where)
     if _is_deeper(tool, MAX_DEPTH):
         raise InvalidRequest(f"{where} is nested deeper than {MAX_DEPTH} levels", param=where)
@@ -185,7 +185,7 @@ def _tool_choice(choice: object) -> object:
     if choice in (None, "none", "auto", "required"):
         return choice
     if isinstance(choice, dict) and choice.get("type") == "function" and isinstance(choice.get("name"), str):
-        check_fields(choice, _CHOICE_FIELDS, prefix="tool_choice.")
+        check_fields(choice, CHOICE_FIELDS, prefix="tool_choice.")
         return {"type": "function", "function": {"name": choice["name"]}}
     raise InvalidRequest(
         'tool_choice must be "none", "auto", "required" or {"type": "function", "name": …}', param="tool_choice"
@@ -214,16 +214,16 @@ def _messages(instructions: str | None, value: object) -> list[dict[str, Any]]:
 def _message(item: dict[str, Any], where: str) -> dict[str, Any]:
     """The message that an item is, or a part of an assistant's."""
     kind = item.get("type") or ("message" if "role" in item else None)
-    if not isinstance(kind, str) or kind not in _ITEMS:
-        raise InvalidRequest(f"{where}.type must be one of {', '.join(_ITEMS)}, got {kind!r}", param=f"{where}.type")
-    check_fields(item, _ITEMS[kind], prefix=f"{where}.")
+    if not isinstance(kind, str) or kind not in ITEMS:
+        raise InvalidRequest(f"{where}.type must be one of {', '.join(ITEMS)}, got {kind!r}", param=f"{where}.type")
+    check_fields(item, ITEMS[kind], prefix=f"{where}.")
     if kind == "message":
-        return {"role": _role(item, where), "content": text_of(item.get("content"), f"{where}.content", _PARTS)}
+        return {"role": _role(item, where), "content": text_of(item.get("content"), f"{where}.content", PARTS)}
     if kind == "reasoning":
         return {"role": "assistant", "content": "", "reasoning_content": _thought(item, where)}
     call_id = a_string(item, "call_id", where)
     if kind == "function_call_output":
-        return {"role": "tool", "tool_call_id": call_id, "content": text_of(item.get("output"), f"{where}.output", _PARTS)}
+        return {"role": "tool", "tool_call_id": call_id, "content": text_of(item.get("output"), f"{where}.output", PARTS)}
     arguments = check_arguments(item.get("arguments"), f"{where}.arguments")
     function = {"name": a_string(item, "name", where), "arguments": arguments}
     return {"role": "assistant", "content": "", "tool_calls": [{"id": call_id, "type": "function", "function": function}]}
@@ -241,10 +241,10 @@ def _role(item: dict[str, Any], where: str) -> str:
 def _thought(item: dict[str, Any], where: str) -> str:
     """The thought itself if it is there, else its summary."""
     if item.get("content"):
-        return text_of(item["content"], f"{where}.content", {"reasoning_text": _PART})
+        return text_of(item["content"], f"{where}.content", {"reasoning_text": PART})
     if item.get("encrypted_content") is not None:
         return open_thought(a_string(item, "encrypted_content", where), f"{where}.encrypted_content")
-    return text_of(item.get("summary") or [], f"{where}.summary", {"summary_text": _PART})
+    return text_of(item.get("summary") or [], f"{where}.summary", {"summary_text": PART})
 
 
 def _continues(message: dict[str, Any], part: dict[str, Any]) -> bool:
