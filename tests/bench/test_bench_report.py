@@ -82,6 +82,7 @@ def store(path: Path, rates: dict[Cell, float], plan: Plan, **head: Any) -> dict
         "dirty": False,
         "hardware": {"processor": "CPU <1>", "gpus": []},
         "versions": {"torch": "2"},
+        "plan": asdict(plan),
     } | head.pop("identity", {})
     directory = Directory(path, identity)
     for cell, rate in rates.items():
@@ -226,6 +227,7 @@ def test_the_page_is_whole_needs_nothing_else_and_defines_its_figures(tmp_path: 
     assert all(f"<dt>{name}</dt><dd>{escape(definition)}</dd>" in text for name, definition in DEFINITIONS.items())
     assert all(cell["sha256"] in text for cell in matrix["cells"])
     assert "24 of 24 answers in 8 Paceline cells are identical" in text and "CPU &lt;1&gt;" in text
+    assert "C = 1, 2; 60 requests of the manifest, at most 64 tokens each, natural end; temperature 0; 2 repeats" in text
     assert text.count("<svg") == 6 and "prefers-color-scheme: dark" in text
     assert '<p class="bad">' not in text
 

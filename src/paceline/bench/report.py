@@ -195,7 +195,7 @@ def _run(directory: Path) -> str:
         f'<p class="soft">{escape(matrix["time"])} · commit {escape(str(identity["commit"]))}'
         f"{' with changes' if identity['dirty'] else ''} · {escape(hardware)} · torch "
         f"{escape(str(identity['versions']['torch']))}</p>",
-        *(f'<p class="note">{escape(note)}</p>' for note in matrix.get("notes", ())),
+        f"<p>{escape(_planned(identity['plan']))}</p>",
         *(f'<p class="bad">{escape(line)}</p>' for line in wrong),
         f"<p>{escape(_exactness(matrix))}</p>",
         _html_table(*_cells(matrix)),
@@ -208,6 +208,22 @@ def _run(directory: Path) -> str:
         "</pre></details>",
     ]
     return "".join(parts)
+
+
+def _planned(plan: Mapping[str, Any]) -> str:
+    asked = "; ".join(
+        f"{one['requests'] or '3 C + 3'} requests of the manifest, at most {one['max_tokens']} tokens each, natural end"
+        if one["kind"] == "manifest"
+        else f"{one['requests'] or '3 C + 3'} requests of {one['prompt_tokens']} + {one['output_tokens']} tokens"
+        + (f", prompts of {one['long_tokens']} tokens beside them" if one["long_tokens"] else "")
+        for one in plan["workloads"]
+    )
+    heat = sorted({one["temperature"] for one in plan["workloads"]})
+    quiet = "" if plan["quiet"] is None else f", others on at most {plan['quiet']:g} cores"
+    return (
+        f"C = {', '.join(map(str, plan['concurrency']))}; {asked}; temperature {', '.join(f'{one:g}' for one in heat)}; "
+        f"{plan['repeats']} repeat{'s' * (plan['repeats'] > 1)}; a new server for each {plan['fresh']}{quiet}."
+    )
 
 
 def _exactness(matrix: Mapping[str, Any]) -> str:
