@@ -279,5 +279,5 @@ def test_paceline_is_measured_and_its_tokens_are_identical(tmp_path: Path) -> No
     assert [(row["identical"], row["compared"]) for row in matrix["exactness"]] == [(3, 3), (4, 4), (3, 3), (4, 4)]
     assert matrix["identity"]["manifest"]["requests"] == 60 and matrix["identity"]["target"]["sha256"]
     speed_ups = [row["speed_up"]["goodput"]["median"] for row in matrix["summary"]]
-    assert speed_ups[:2] == [1, 1] and len(speed_ups) == 4
+    assert speed_ups[::2] == [1, 1] and len(speed_ups) == 4
     assert "4 of 4" in silent.lines[-1]
