@@ -151,7 +151,7 @@ _OPENAI = SHARED | {
     "response_format": RESPONSE_FORMAT,
     "return_token_ids": FLAG,
 }
-_ARGUMENTS = either(OBJECT, {"type": "string", "contentMediaType": "application/json"})
+_ARGUMENTS = either(OBJECT, {"type": "string", "format": "json"})
 _TEXT_PART = _own(("type", "text"), type=one_of("text"), text=TEXT)
 _CALL = _own(
     ("function",),
@@ -159,15 +159,11 @@ _CALL = _own(
     type=one_of("function"),
     function=_own(("name",), name=TEXT, arguments=_ARGUMENTS),
 )
-MESSAGE = _own(
-    ("role", "content"),
-    role=one_of("system", "developer", "user", "assistant", "tool"),
-    content=either(TEXT, array(_TEXT_PART)),
-    name=TEXT,
-    tool_call_id=TEXT,
-    reasoning_content=TEXT,
-    tool_calls=array(_CALL),
-    annotations=one_of([]),
+_SAID = {"content": either(TEXT, array(_TEXT_PART)), "name": TEXT, "tool_call_id": TEXT, "reasoning_content": TEXT}
+_SAID["annotations"] = one_of([])
+MESSAGE = either(
+    _own(("role", "content"), role=one_of("system", "developer", "user", "assistant", "tool"), **_SAID),
+    _own(("role", "tool_calls"), role=one_of("assistant"), tool_calls=array(_CALL, 1), **_SAID),
 )
 TOOL = _own(
     ("type", "function"),
@@ -190,8 +186,9 @@ CHAT = _OPENAI | {
     "logprobs": FLAG,
     "top_logprobs": integer(0, MAX_LOGPROBS),
 }
+_PROMPT = either({"type": "string", "minLength": 1}, array(integer(0), 1))
 COMPLETION = _OPENAI | {
-    "prompt": either(TEXT, array(integer(0), 1), array(either(TEXT, array(integer(0), 1)), 1, MAX_PROMPTS)),
+    "prompt": either(_PROMPT, array(_PROMPT, 1, MAX_PROMPTS)),
     "logprobs": integer(0, MAX_LOGPROBS),
     "echo": FLAG,
 }
@@ -226,7 +223,7 @@ _ITEM = either(
             "type": one_of("reasoning"),
             "summary": array(_SUMMARY_PART),
             "content": array(_THOUGHT_PART),
-            "encrypted_content": {"type": "string", "contentEncoding": "base64"},
+            "encrypted_content": {"type": "string", "format": "byte"},
         },
         ("type",),
     ),
@@ -288,13 +285,13 @@ _ASSISTANTS_BLOCK = _kinds(
     thinking=("thinking",),
     tool_use=("id", "name", "input"),
 )
-_SAID = ("role", "content")
+_BOTH = ("role", "content")
 MESSAGES = SHARED | {
     "messages": array(
         either(
-            _own(_SAID, role=one_of("user"), content=either(TEXT, array(_USERS_BLOCK, 1))),
-            _own(_SAID, role=one_of("assistant"), content=either(TEXT, array(_ASSISTANTS_BLOCK, 1))),
-            _own(_SAID, role=one_of("system"), content=_TEXTS),
+            _own(_BOTH, role=one_of("user"), content=either(TEXT, array(_USERS_BLOCK, 1))),
+            _own(_BOTH, role=one_of("assistant"), content=either(TEXT, array(_ASSISTANTS_BLOCK, 1))),
+            _own(_BOTH, role=one_of("system"), content=_TEXTS),
         ),
         1,
     ),
