@@ -8,6 +8,7 @@ and back again changes nothing. Whitespace between the parts of JSON is bounded,
 from __future__ import annotations
 
 import functools
+import json
 import threading
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -98,6 +99,8 @@ class Compiler:
     def _compile(self, structure: Structure) -> LLMatcher:
         if not self._eos_ids:
             raise InvalidRequest(f"{structure.param}: the model has no end token", param=structure.param)
+        for part in structure.parts:  # so that the part at fault is named, and one that no text has is found
+            self._compile(part)
         matcher = LLMatcher(self._tokenizer, _grammar(structure), limits=self._limits, log_level=0)
         if not matcher.is_error():
             # what is wrong may show up only here
@@ -137,14 +140,19 @@ def _grammar(structure: Structure) -> str:
     """In llguidance's own form."""
     try:
         if structure.kind == "json":
-            return LLMatcher.grammar_from_json_schema(structure.text, overrides=_JSON)
+            options: JsonCompileOptions = {**_JSON, "lenient": structure.lenient}
+            return LLMatcher.grammar_from_json_schema(structure.text, overrides=options)
+        if structure.kind == "calls":
+            parts = [json.loads(_grammar(part))["grammars"][0] for part in structure.parts]
+            named = [part | {"name": f"part{index}"} for index, part in enumerate(parts)]
+            return json.dumps({"grammars": [{"lark_grammar": structure.text}, *named]})
         return grammar_from(structure.kind, structure.text)
     except (ValueError, TypeError, RecursionError) as error:
         raise _refused(structure, str(error)) from None
 
 
 def _refused(structure: Structure, why: str) -> InvalidRequest:
-    what = {"json": "JSON schema", "regex": "regular expression", "grammar": "grammar"}[structure.kind]
+    what = {"json": "JSON schema", "regex": "regular expression", "grammar": "grammar", "calls": "calls"}[structure.kind]
     return InvalidRequest(f"{structure.param}: the {what} cannot be used: {summary(why)}", param=structure.param)
 
 

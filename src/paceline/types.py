@@ -24,31 +24,37 @@ MAX_CHOICES = 128
 """Answers to one prompt in one request."""
 MAX_STRUCTURE = 32_768
 """Characters of a schema, an expression or a grammar: what bounds the time that it takes to compile."""
+MAX_CALLS = 131_072
+"""The same for the grammar of calls, with the schemas of all tools."""
 
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """What an answer's text must be: a JSON value of a schema, a match of a regular expression (in whole), or a sentence of
-    a grammar in GBNF or Lark. ``param`` is the field that errors name. Whether it can be compiled is seen later
-    (``paceline.structure``)."""
+    """What an answer's text must be: a JSON value of a schema, a match of a regular expression (in whole), a sentence of
+    a grammar in GBNF or Lark, or what has calls of tools in it (``paceline.parsing.grammar``), a Lark grammar that refers to
+    other structures, its ``parts``, as @part0, @part1, …. Keywords of a ``lenient`` schema that cannot be kept are passed
+    over. ``param`` is the field that errors name. Whether it can be compiled is seen later (``paceline.structure``)."""
 
-    kind: Literal["json", "regex", "grammar"]
+    kind: Literal["json", "regex", "grammar", "calls"]
     text: str
     param: str = field(default="structure", compare=False)
+    parts: tuple[Structure, ...] = ()
+    lenient: bool = False
 
     def __post_init__(self) -> None:
-        if len(self.text) > MAX_STRUCTURE:
-            raise InvalidRequest(
-                f"{self.param} may have {MAX_STRUCTURE} characters, it has {len(self.text)}", param=self.param
-            )
+        size = len(self.text) + sum(len(part.text) for part in self.parts)
+        most = MAX_CALLS if self.kind == "calls" else MAX_STRUCTURE
+        if size > most:
+            what = "make a grammar of" if self.kind == "calls" else "have"
+            raise InvalidRequest(f"{self.param} may {what} {most} characters, it has {size}", param=self.param)
 
     @classmethod
-    def json(cls, schema: Mapping[str, Any] | str, param: str = "structure") -> Structure:
+    def json(cls, schema: Mapping[str, Any] | str, param: str = "structure", *, lenient: bool = False) -> Structure:
         """``schema`` is JSON Schema, as an object or as its text."""
         if isinstance(schema, str):
-            return cls("json", schema, param)
+            return cls("json", schema, param, lenient=lenient)
         try:
-            return cls("json", json.dumps(schema, ensure_ascii=False, allow_nan=False), param)
+            return cls("json", json.dumps(schema, ensure_ascii=False, allow_nan=False), param, lenient=lenient)
         except (TypeError, ValueError, RecursionError) as error:
             raise InvalidRequest(f"{param} is not a JSON schema: {error}", param=param) from None
 

@@ -158,7 +158,7 @@ def in_assistant(block: dict[str, Any]) -> dict[str, Any]:
         ({"max_tokens": 0}, "max_tokens"),
         ({"thinking_budget": 5}, "thinking_budget"),
         ({"thinking": {"type": "enabled", "budget_tokens": "many"}}, "thinking.budget_tokens"),
-        ({"tools": [QUERY | {"strict": True}]}, "tools[0].strict"),
+        ({"tools": [QUERY | {"strict": 1}]}, "tools[0].strict"),
         ({"stop_sequences": "x"}, "stop_sequences"),
         ({"container": "c"}, "container"),
         ({"mcp_servers": [{"type": "url"}]}, "mcp_servers"),
@@ -199,7 +199,7 @@ def test_errors_have_anthropics_shape_and_name_its_fields(server: Running) -> No
         ({"thinking": {"type": "enabled", "budget_tokens": 5}}, "thinking.budget_tokens"),
         ({"output_config": {"effort": "low"}}, "output_config.effort"),
         ({"output_config": {"format": {"type": "json_schema", "schema": 3}}}, "output_config.format.schema"),
-        ({"tools": [QUERY | {"strict": True}]}, "tools[0].strict"),
+        ({"tools": [QUERY | {"strict": 1}]}, "tools[0].strict"),
         ({"tools": [QUERY, QUERY]}, "tools"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages"),
     ):

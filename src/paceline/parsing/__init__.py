@@ -2,6 +2,7 @@
 
 from paceline.parsing.blocks import Block, Blocks, Message, Step
 from paceline.parsing.events import ArgumentsText, CallBegin, ContentText, Event, ThoughtText, joined
+from paceline.parsing.grammar import calls_of
 from paceline.parsing.reply import ReplyParser
 from paceline.parsing.tools import CallFormat, Tools, check_tools, format_of, opening_of
 
@@ -18,6 +19,7 @@ __all__ = [
     "Step",
     "ThoughtText",
     "Tools",
+    "calls_of",
     "check_tools",
     "format_of",
     "joined",

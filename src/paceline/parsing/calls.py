@@ -16,6 +16,8 @@ from paceline.parsing.tools import Tools, typed
 TOOL_CALL, END_TOOL_CALL = "<tool_call>", "</tool_call>"
 FUNCTION, END_FUNCTION = "<function=", "</function>"
 PARAMETER, END_PARAMETER = "<parameter=", "</parameter>"
+MAX_TAG = 256
+"""Characters of the name in a tag."""
 
 State = Literal["open", "done", "failed"]
 """``open``: more text is needed; ``done``: the call is over, what is left follows it; ``failed``: this is no call."""
@@ -236,9 +238,9 @@ def _tag(text: str, at: int, tag: str) -> tuple[str | None, int]:
     if there is None:
         return None, at
     begin = at + len(tag)
-    end = text.find(">", begin, begin + 257)
-    name = text[begin : end if end >= 0 else begin + 257]
-    if not there or "\n" in name or (end < 0 and len(name) > 256):
+    end = text.find(">", begin, begin + MAX_TAG + 1)
+    name = text[begin : end if end >= 0 else begin + MAX_TAG + 1]
+    if not there or "\n" in name or (end < 0 and len(name) > MAX_TAG):
         return "", at
     return (name.strip(), end + 1) if end >= 0 else (None, at)
 

@@ -18,14 +18,23 @@ THINK, END_THINK = "<think>", "</think>"
 
 class ReplyParser:
     """``thinking``: the prompt ends inside a thought; else a reply that begins with <think> has one, except with None. With
-    ``tools`` and the ``form`` of the model's calls these are looked for behind the thought."""
+    ``tools`` and the ``form`` of the model's calls these are looked for behind the thought; with ``either`` what does not
+    begin with a call has none."""
 
-    def __init__(self, *, thinking: bool | None = False, tools: Tools | None = None, form: CallFormat | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        thinking: bool | None = False,
+        tools: Tools | None = None,
+        form: CallFormat | None = None,
+        either: bool = False,
+    ) -> None:
         self.calls = 0
         self.complete = False
         """Whether the reply is over, as far as the request wants it: no parallel calls, and one is complete."""
         self._tools = tools if form is not None else None
         self._form = form
+        self._either = either
         self._openings = (TOOL_CALL, FUNCTION) if form == "xml" else (TOOL_CALL,)
         self._text = ""
         self._events: list[Event] = []
@@ -90,6 +99,13 @@ class ReplyParser:
         return True
 
     def _content(self, final: bool) -> bool:
+        if self._either and not self.calls:
+            at = after_space(self._text, 0)
+            there = [begins(self._text, at, tag) for tag in self._openings]
+            if True not in there and None in there and not final:
+                return False
+            self._either = False
+            self._tools = self._tools if True in there else None
         if self._tools is None:
             self._emit_text(ContentText, self._take(len(self._text)))
             return False

@@ -34,6 +34,16 @@ class Tools:
     named: str | None = None
     parallel: bool = True
 
+    @property
+    def must(self) -> bool:
+        """Whether there has to be a call."""
+        return self.required or self.named is not None
+
+    @property
+    def strict(self) -> bool:
+        """Whether a function's arguments have to fit its schema."""
+        return any(definition["function"].get("strict") for definition in self.definitions)
+
     def types(self, tool: str, argument: str) -> frozenset[str]:
         """The JSON types that an argument's schema allows; empty if it does not say or is not there."""
         for definition in self.definitions:
@@ -41,11 +51,12 @@ class Tools:
             if function["name"] == tool:
                 schema = function.get("parameters")
                 properties = schema.get("properties") if isinstance(schema, Mapping) else None
-                return _types(properties.get(argument), schema, 0) if isinstance(properties, Mapping) else frozenset()
+                return allowed_types(properties.get(argument), schema) if isinstance(properties, Mapping) else frozenset()
         return frozenset()
 
 
-def _types(schema: object, root: object, depth: int) -> frozenset[str]:
+def allowed_types(schema: object, root: object, depth: int = 0) -> frozenset[str]:
+    """The JSON types that a schema inside ``root`` allows; empty if it does not say."""
     if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
         return frozenset()
     kind = schema.get("type")
@@ -54,12 +65,29 @@ def _types(schema: object, root: object, depth: int) -> frozenset[str]:
     if isinstance(kind, list):
         return frozenset(name for name in kind if isinstance(name, str))
     if isinstance(schema.get("$ref"), str):
-        return _types(_referenced(schema["$ref"], root), root, depth + 1)
+        return allowed_types(_referenced(schema["$ref"], root), root, depth + 1)
     for word in ("anyOf", "oneOf", "allOf"):
         if isinstance(schema.get(word), list):
-            return frozenset().union(*(_types(option, root, depth + 1) for option in schema[word]))
+            return frozenset().union(*(allowed_types(option, root, depth + 1) for option in schema[word]))
     values = schema["enum"] if isinstance(schema.get("enum"), list) else [schema["const"]] if "const" in schema else []
     return frozenset(map(_type_of, values))
+
+
+def allowed_values(schema: object, root: object, depth: int = 0) -> list[Any]:
+    """The only values that a schema inside ``root`` allows; empty if it does not list them."""
+    if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
+        return []
+    if isinstance(schema.get("enum"), list) or "const" in schema:
+        return [schema["const"]] if "const" in schema else schema["enum"]
+    if isinstance(schema.get("$ref"), str):
+        return allowed_values(_referenced(schema["$ref"], root), root, depth + 1)
+    if schema.get("type") == "null":
+        return [None]
+    for word in ("anyOf", "oneOf"):
+        if isinstance(schema.get(word), list):
+            options = [allowed_values(option, root, depth + 1) for option in schema[word]]
+            return [value for values in options for value in values] if all(options) else []
+    return []
 
 
 def _referenced(reference: str, root: object) -> object:
@@ -139,11 +167,10 @@ def _check_definition(tool: object, where: str) -> None:
             f"{where}.function.parameters must be a JSON schema, got {json_type(function['parameters'])}",
             param=f"{where}.function.parameters",
         )
-    if function.get("strict"):
+    if not isinstance(function.get("strict"), bool | None):
         raise InvalidRequest(
-            f"{where}.function.strict is not supported: it may be false or null, got {function['strict']!r}",
+            f"{where}.function.strict must be true or false, got {json_type(function['strict'])}",
             param=f"{where}.function.strict",
-            code="unsupported_parameter",
         )
 
 

@@ -6,23 +6,26 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 from paceline.errors import InvalidRequest
-from paceline.parsing import CallFormat, Event, ReplyParser, Tools, format_of, joined, opening_of
+from paceline.parsing import CallFormat, Event, ReplyParser, Tools, calls_of, format_of, joined, opening_of
 from paceline.parsing.reply import THINK
 from paceline.parsing.thoughts import Encode, ends_with, forcing_of
 from paceline.server.protocol import ChatRequest
 from paceline.text import TextDelta, TextStream
-from paceline.types import Forcing
+from paceline.types import Forcing, Structure
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerPlan:
     """``thinking``: the prompt ends inside a thought; None: there is none, whatever the answer says. ``form`` is how the
-    model writes tool calls, None if they are not to be read; ``forcing`` goes to the engine."""
+    model writes tool calls, None if they are not to be read; ``forcing`` and ``structure`` go to the engine. ``either``: the
+    answer is calls, or it is something else."""
 
     thinking: bool | None
     tools: Tools | None
     form: CallFormat | None
     forcing: Forcing | None
+    structure: Structure | None
+    either: bool
 
     @classmethod
     def of(cls, request: ChatRequest, prompt: str, template: str, encode: Encode) -> AnswerPlan:
@@ -33,23 +36,31 @@ class AnswerPlan:
         form = format_of(template)
         opening = opening_of(request.tools, form) if request.tools and form else ""
         structure, budget = request.sampling.structure, request.thinking_budget
+        either = bool(structure and request.tools)
+        if request.tools and form:
+            structure = calls_of(request.tools, form, structure)
         forcing = forcing_of(prompt, template, encode, opening=opening, structure=structure, budget=budget)
         if structure and not thinking and forcing is not None and forcing.begin is None:
             thinking = None
-        return cls(thinking, request.tools, form if request.tools else None, forcing)
+        return cls(thinking, request.tools, form if request.tools else None, forcing, structure, either)
 
     def parser(self) -> ReplyParser:
-        return ReplyParser(thinking=self.thinking, tools=self.tools, form=self.form)
+        return ReplyParser(thinking=self.thinking, tools=self.tools, form=self.form, either=self.either)
 
 
 def _check_template(request: ChatRequest, template: str) -> None:
-    tools, effort = request.tools, request.reasoning_effort
-    if tools and request.sampling.structure:
-        raise _unsupported(request.sampling.structure.param, "it goes with tools only where tool_choice is none")
+    tools, effort, structure = request.tools, request.reasoning_effort, request.sampling.structure
     if tools and "tools" not in template:
         raise _unsupported("tools", "the model's chat template shows no tools")
-    if tools and (tools.required or tools.named) and format_of(template) is None:
-        raise _unsupported("tool_choice", "the format of tool calls in the model's chat template is not known")
+    if tools and structure and structure.kind != "json":
+        raise _unsupported(structure.param, "beside tools the answer may be JSON of a schema")
+    if tools and format_of(template) is None:
+        strict = next((n for n, tool in enumerate(tools.definitions) if tool["function"].get("strict")), None)
+        asked = {"tool_choice": tools.must, f"tools[{strict}].function.strict": strict is not None}
+        asked |= {structure.param: True} if structure else {}
+        param = next((param for param, given in asked.items() if given), None)
+        if param is not None:
+            raise _unsupported(param, "the format of tool calls in the model's chat template is not known")
     used = ("reasoning_effort", "enable_thinking") if effort == "none" else ("reasoning_effort",)
     if effort is not None and not any(name in template for name in used):
         raise _unsupported("reasoning_effort", f"the model's chat template has no {' or '.join(used)}")

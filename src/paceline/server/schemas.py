@@ -168,7 +168,7 @@ MESSAGE = either(
 TOOL = _own(
     ("type", "function"),
     type=one_of("function"),
-    function=_own(("name",), name=_NAME, description=TEXT, parameters=OBJECT, strict=one_of(False)),
+    function=_own(("name",), name=_NAME, description=TEXT, parameters=OBJECT, strict=FLAG),
 )
 TOOL_CHOICE = either(
     one_of("none", "auto", "required"),
@@ -235,7 +235,7 @@ RESPONSES = SHARED | {
     "tools": array(
         made_of(
             responses.TOOL_FIELDS,
-            {"type": one_of("function"), "name": _NAME, "description": TEXT, "parameters": OBJECT, "strict": one_of(False)},
+            {"type": one_of("function"), "name": _NAME, "description": TEXT, "parameters": OBJECT, "strict": FLAG},
             ("type", "name"),
         ),
         most=MAX_TOOLS,
@@ -306,7 +306,7 @@ MESSAGES = SHARED | {
                 "name": _NAME,
                 "description": TEXT,
                 "input_schema": OBJECT,
-                "strict": one_of(False),
+                "strict": FLAG,
             },
             ("name", "input_schema"),
         ),

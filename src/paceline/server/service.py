@@ -333,8 +333,9 @@ class Service:
         what logs and metrics call it."""
         backend = self.ready()
         prompt, plan = await self.work(size, _chat_prompt, backend, request)
-        await self._check(request.sampling.structure)
-        return self._start(endpoint, [prompt], request.sampling, request.urgency, arrived, plan=plan)
+        sampling = replace(request.sampling, structure=plan.structure)
+        await self._check(sampling.structure)
+        return self._start(endpoint, [prompt], sampling, request.urgency, arrived, plan=plan)
 
     async def count(self, request: ChatRequest, size: int) -> int:
         """How many tokens a chat's prompt has, whether it fits or not. ``size`` as for ``chat``."""
