@@ -45,12 +45,12 @@ def messages(parts: EngineParts, max_tokens: int = 16) -> list[Message]:
     made = []
     for name, prompt in prompts.items():
         plain = request(parts, name, prompt, max_tokens)
-        extras = {
+        extras: dict[str, Any] = {
             "adjust": Adjustments(presence_penalty=0.5, repetition_penalty=1.2, prompt_ids=tuple(sorted(set(prompt)))),
             "logprobs": 2,
             "prompt_logprobs": 1,
         }
-        own = {"structure": STRUCTURE} if name != "0" else {"forcing": Forcing(opening=(100, 200, 300))}
+        own: dict[str, Any] = {"structure": STRUCTURE} if name != "0" else {"forcing": Forcing(opening=(100, 200, 300))}
         made.append(Submit(replace(plain, **extras, **own)))
     return [*made]
 
@@ -171,9 +171,9 @@ def test_a_fault_while_a_parked_lane_comes_back(bench: Workbench, monkeypatch: p
 
     def run() -> Run:
         parts = bench.parts(CASE, {})
-        asked = messages(parts, 24)
+        asked = messages(parts, 40)
         longest = max(len(one.request.prompt) for one in asked if isinstance(one, Submit))
-        parts.runner.pool.allocator = PageAllocator(pages_for(longest + 32) + 3)
+        parts.runner.pool.allocator = PageAllocator(pages_for(longest + 48) + 3)
         return serve(parts, asked)
 
     undisturbed = run()
