@@ -122,6 +122,7 @@ def test_where_a_structure_begins(compiler: Compiler, tokenizer: Tokenizer) -> N
     free = Forcing((), False, begin, (198, end))
     assert rows(free, ()) == {0: first | {begin}}
     assert rows(free, (begin,), 50, end) == {2: first}
+    assert rows(free, (), begin, 50, end) == {0: first | {begin}, 3: first}, "a thought that a draft begins"
     assert rows(free, tuple(tokenizer.encode("no"))) == {0: tokenizer.eos_ids}
 
 

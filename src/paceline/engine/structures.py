@@ -3,22 +3,24 @@
 A row of a lane's span allows what its grammar allows behind the tokens before it, drafts included. A matcher is led along
 the drafts while the grammar takes them, and back again; behind a draft that it does not take no row counts, because the pick
 in that draft's place is another. The grammar begins where the answer does: behind the thought and behind what is forced.
+Lanes are done side by side, in threads of llguidance's.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import numpy as np
-from llguidance import LLMatcher
-from llguidance.numpy import fill_next_token_bitmask
+from llguidance import LLExecutor, LLMatcher
+from llguidance.numpy import fill_next_token_bitmask_par, fill_next_token_bitmask_par_with_draft_tokens
 
 from paceline.engine.plan import VerifySpan
 from paceline.errors import LaneFailed
 from paceline.structure import COMPILED, WORD, Compiler, summary, words_of
-from paceline.types import Request, Structure
+from paceline.types import Forcing, Request, Structure
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +55,18 @@ class _Walk:
             self.seen.append(token)
         return taken
 
-    def back(self, steps: int) -> None:
-        if steps:
-            self.matcher.rollback(steps)
-            del self.seen[-steps:]
-
     def check(self) -> None:
         if self.matcher.is_error():
             raise LaneFailed(f"the answer's structure could not be followed: {summary(self.matcher.get_error())}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """Rows behind one another, from ``row`` on: a matcher, led to where the first is, and the drafts between them."""
+
+    row: int
+    matcher: LLMatcher
+    drafts: Sequence[int] = ()
 
 
 class Structures:
@@ -72,6 +78,10 @@ class Structures:
         self._pending: dict[Structure, Future[LLMatcher]] = {}
         self._compiled: dict[Structure, Future[LLMatcher]] = {}  # the last ones, in order
         self._walks: dict[str, _Walk] = {}
+
+    @functools.cached_property
+    def _executor(self) -> LLExecutor:
+        return LLExecutor()
 
     def ready(self, request: Request) -> bool:
         """Whether a round may have the request; asking begins to compile its structure. A fault is left to the round."""
@@ -94,13 +104,33 @@ class Structures:
 
     def permits(self, paths: Sequence[Path]) -> Permits:
         """Masks of the rows of a forward whose answers have begun."""
-        rows: list[int] = []
-        words = np.empty((sum(len(path.drafts) + 1 for path in paths), words_of(self.compiler.vocab_size)), np.int32)
+        walks: dict[str, _Walk] = {}
         for path in paths:
-            walk = self._walks.pop(path.request.id, None) or _Walk(self._compile(path.request))
-            self._fill(path, walk, rows, words)
-            self._walks[path.request.id] = walk  # not of one that has failed: it would do so for ever
-        return Permits(rows, words[: len(rows)])
+            kept = self._walks.pop(path.request.id, None)
+            walks[path.request.id] = kept or _Walk(self._compile(path.request))
+        spans = [span for path in paths for span in self._spans(path, walks[path.request.id])]
+        permits = self._filled(spans)
+        first = {path.first: path.request.forcing for path in paths if not path.generated}
+        for row, words in zip(permits.rows, permits.words, strict=True):
+            if forcing := first.get(row):
+                _allow_thought(forcing, words)
+        for walk in walks.values():
+            walk.check()
+        self._walks |= walks  # not those of a round that has failed: it would do so for ever
+        return permits
+
+    def _filled(self, spans: Sequence[_Span]) -> Permits:
+        rows = [row for span in spans for row in range(span.row, span.row + len(span.drafts) + 1)]
+        words = np.empty((len(rows), words_of(self.compiler.vocab_size)), np.int32)
+        places = np.cumsum([0, *(len(span.drafts) + 1 for span in spans)]).tolist()
+        placed = [*zip(spans, places[:-1], strict=True)]
+        single = [(span.matcher, place) for span, place in placed if not span.drafts]
+        along = [(span.matcher, place, [*span.drafts]) for span, place in placed if span.drafts]
+        if single:
+            fill_next_token_bitmask_par(self._executor, single, words)
+        if along:
+            fill_next_token_bitmask_par_with_draft_tokens(self._executor, along, words)
+        return Permits(rows, words)
 
     def _compile(self, request: Request) -> LLMatcher:
         """At once, unless so many other structures came since that it has to be done again."""
@@ -108,27 +138,20 @@ class Structures:
         compiled = self._compiled.get(request.structure) or self.compiler.submit(request.structure)
         return compiled.result().deep_copy()
 
-    def _fill(self, path: Path, walk: _Walk, rows: list[int], words: np.ndarray) -> None:
-        """Add the path's rows to ``rows`` and their masks to ``words``."""
-        tokens, steps = list(path.generated), 0
-        begin = _begin(path.request, tokens)
-        self._catch_up(path.request, walk, [] if begin is None else tokens[begin:])
-        for row in range(len(path.drafts) + 1):
-            if row > 0:
-                tokens.append(path.drafts[row - 1])
-                if begin is None:
-                    begin = _begin(path.request, tokens)
-                elif len(tokens) > begin:
-                    if not walk.step(tokens[-1]):
-                        break
-                    steps += 1
-            if begin is not None and len(tokens) >= begin:
-                fill_next_token_bitmask(walk.matcher, words, len(rows))
-                walk.check()
-                _allow_thought(path.request, tokens, words[len(rows)])
-                rows.append(path.first + row)
-        walk.back(steps)
-        walk.check()
+    def _spans(self, path: Path, walk: _Walk) -> list[_Span]:
+        """The path's rows that have masks."""
+        request, known, tokens = path.request, len(path.generated), [*path.generated, *path.drafts]
+        begin = _begin(request, tokens)
+        spans = []
+        if known == 0 and begin != 0 and _begin(request, ()) == 0:
+            spans.append(_Span(path.first, self._compile(request)))  # a draft begins a thought, the answer was to begin
+        if begin is None or begin > len(tokens):
+            return spans
+        self._catch_up(request, walk, tokens[begin:known])
+        first = max(begin, known)
+        end = next((at for at in range(first, len(tokens)) if tokens[at] in request.stop_ids), len(tokens))
+        taken = walk.matcher.validate_tokens(tokens[first:end]) if end > first else 0
+        return [*spans, _Span(path.first + first - known, walk.matcher, tokens[first : first + taken])]
 
     def _catch_up(self, request: Request, walk: _Walk, answer: list[int]) -> None:
         if walk.seen != answer[: len(walk.seen)]:
@@ -150,7 +173,7 @@ def paths(spans: Sequence[VerifySpan], drafts: Sequence[Sequence[int]]) -> list[
     return found
 
 
-def _begin(request: Request, tokens: list[int]) -> int | None:
+def _begin(request: Request, tokens: Sequence[int]) -> int | None:
     """How many tokens are before the grammar's first; None where a thought goes on behind these tokens."""
     if request.forcing is None:
         return 0
@@ -158,8 +181,7 @@ def _begin(request: Request, tokens: list[int]) -> int | None:
     return None if end is None else end + len(request.forcing.opening)
 
 
-def _allow_thought(request: Request, tokens: list[int], mask: np.ndarray) -> None:
+def _allow_thought(forcing: Forcing, mask: np.ndarray) -> None:
     """The first token may be the one that begins a thought."""
-    begin = request.forcing.begin if request.forcing and not tokens else None
-    if begin is not None:
-        mask[begin // WORD] |= np.int32(np.uint32(1 << begin % WORD).view(np.int32))
+    if forcing.begin is not None:
+        mask[forcing.begin // WORD] |= np.int32(np.uint32(1 << forcing.begin % WORD).view(np.int32))
