@@ -14,7 +14,9 @@ from paceline.bench.servers import Server, read_servers
 def server(tmp_path_factory: pytest.TempPathFactory) -> Any:
     where = tmp_path_factory.mktemp("fuzz")
     values = {"model": "demo", "draft": "demo", "lanes": str(fuzz.LANES)}
-    with Server(read_servers()["paceline"], (*fuzz.FLAGS, "--max-ctx", "80"), values, where / "log", where / "trace") as server:
+    with Server(
+        read_servers()["paceline"], (*fuzz.FLAGS, "--max-ctx", "80"), values, where / "log", where / "trace"
+    ) as server:
         yield server
 
 
@@ -23,7 +25,7 @@ def test_no_request_makes_the_server_fail(server: Server, monkeypatch: pytest.Mo
     findings = fuzz.fuzz(server.url, 54, seed=1)
     assert not findings.failures
     assert findings.sent == 54 and len({status.rsplit(" ", 1)[0] for status in findings.statuses}) == 14
-    assert fuzz.still_held(server) is None and server.exit_status() is None
+    assert server.still_held() is None and server.exit_status() is None
 
 
 @pytest.mark.parametrize(

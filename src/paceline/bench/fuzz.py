@@ -180,20 +180,6 @@ def _fault_of_stream(text: str) -> str | None:
     return None
 
 
-def still_held(server: Server) -> str | None:
-    """Who has lanes or pages although nobody asks for anything."""
-    deadline = time.monotonic() + 10
-    while True:
-        counters = server.counters()
-        lanes, queued = counters.get("paceline_lanes"), counters.get("paceline_queue_depth")
-        free, total = counters.get("paceline_kv_pages_free"), counters.get("paceline_kv_pages_total")
-        if lanes == 0 and queued == 0 and free == total and free:
-            return None
-        if time.monotonic() > deadline:
-            return f"lanes {lanes}, queued {queued}, pages free {free} of {total}"
-        time.sleep(0.1)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=2000)
@@ -202,15 +188,12 @@ def main() -> None:
     arguments = parser.parse_args()
     kind = read_servers()["paceline"]
     values = {"model": "demo", "draft": "demo", "lanes": str(LANES)}
-    logs = arguments.out.with_suffix("")
+    logs, flags = arguments.out.parent / "logs", (*FLAGS, "--max-ctx", str(CONTEXT))
     began = time.monotonic()
-    with (
-        Server(kind, (*FLAGS, "--max-ctx", str(CONTEXT)), values, Path(f"{logs}.log"), Path(f"{logs}.trace")) as server,
-        Progress() as progress,
-    ):
+    with Server(kind, flags, values, logs / "fuzz.log", logs / "fuzz.trace") as server, Progress() as progress:
         bar = progress.add_task("requests", total=arguments.requests)
         findings = fuzz(server.url, arguments.requests, arguments.seed, lambda: progress.advance(bar))
-        held, status, command = still_held(server), server.exit_status(), server.recorded_command
+        held, status, command = server.still_held(), server.exit_status(), server.recorded_command
     record = {
         "benchmark": "fuzz",
         **machine(),

@@ -205,11 +205,29 @@ class Server:
         samples = re.findall(r"^([a-zA-Z_]\w*(?:\{[^}]*\})?) (\S+)$", text, re.MULTILINE)
         return {name: float(value) for name, value in samples}
 
+    def still_held(self, patience: float = 10.0) -> str | None:
+        """Lanes and pages of Paceline that somebody still has, or waits for, after some seconds without requests."""
+        deadline = time.monotonic() + patience
+        while True:
+            counters = self.counters()
+            lanes, queued = counters.get("paceline_lanes"), counters.get("paceline_queue_depth")
+            free, total = counters.get("paceline_kv_pages_free"), counters.get("paceline_kv_pages_total")
+            if lanes == queued == 0 and free == total and free:
+                return None
+            if time.monotonic() > deadline:
+                return f"lanes {lanes}, queued {queued}, pages free {free} of {total}"
+            time.sleep(0.1)
+
+    def rss_bytes(self) -> int:
+        """The memory that its processes have now, added up."""
+        assert self._process is not None, "the server was not started here"
+        return sum(_memory_of(pid, "VmRSS") for pid in _session(self._process.pid))
+
     def peak_rss_bytes(self) -> int | None:
         """The high-water marks of its processes' memory, added up; None where there are none to be read."""
         if self._process is None:
             return None
-        peaks = [_peak_of(pid) for pid in _session(self._process.pid)]
+        peaks = [_memory_of(pid, "VmHWM") for pid in _session(self._process.pid)]
         return sum(peaks) or None
 
     def cpu_seconds(self) -> float:
@@ -282,9 +300,10 @@ def machine_cpu_seconds() -> float | None:
     return (user + nice + system + sum(rest)) / os.sysconf("SC_CLK_TCK")
 
 
-def _peak_of(pid: int) -> int:
+def _memory_of(pid: int, name: str) -> int:
+    """A line of what Linux says of a process's memory, in bytes."""
     try:
-        found = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+        found = re.search(rf"{name}:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
     except OSError:
         return 0
     return 1024 * int(found[1]) if found else 0
