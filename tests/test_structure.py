@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import threading
 from typing import Any
 
 import numpy as np
@@ -154,6 +155,24 @@ def test_the_deepest_grammars_overflow_no_stack(compiler: Compiler) -> None:
     compiler.compile(Structure.grammar("\n".join(["start: r0", *lines, 'ra28: "a"'])))
     schemas: dict[str, Any] = {f"{n:x}": {"allOf": [{"$ref": f"#/$defs/{n + 1:x}"}]} for n in range(700)}
     compiler.compile(Structure.json({"$ref": "#/$defs/0", "$defs": {**schemas, "2bc": {"type": "null"}}}))
+
+
+def test_the_first_structure_waits_for_nothing_that_is_prepared(tokenizer: Tokenizer) -> None:
+    seen: list[str] = []
+
+    class Watched:
+        vocab_size, special_ids, encode = tokenizer.vocab_size, tokenizer.special_ids, tokenizer.encode
+
+        def token_bytes(self, token_id: int) -> bytes:
+            seen.append(threading.current_thread().name)
+            return tokenizer.token_bytes(token_id)
+
+    compiler = Compiler(Watched(), tokenizer.vocab_size, tokenizer.eos_ids)
+    compiler.prepare()
+    compiler._worker.submit(int).result()
+    assert len(seen) == tokenizer.vocab_size and {*seen} == {"structures_0"}
+    compiler.compile(Structure.json_object())
+    assert len(seen) == tokenizer.vocab_size
 
 
 def test_a_vocabulary_without_an_end_is_refused(tokenizer: Tokenizer) -> None:

@@ -43,6 +43,7 @@ from paceline.engine.policy import make_policy
 from paceline.engine.runner import Runner
 from paceline.engine.scheduler import Scheduler
 from paceline.models.qwen35 import key_head_of
+from paceline.parsing import CallFormat, calls_of, check_tools
 from paceline.state.pool import StatePool, Txn
 from paceline.types import Emission, EngineInfo, Forcing, Request, SamplingParams, Structure
 from paceline.weights.load import open_target
@@ -73,14 +74,39 @@ FORCINGS = (
 )
 """The same for thoughts and openings: entry i modulo 4. The second and the first often end their thoughts by themselves,
 with a newline (198), in the middle of a span."""
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "query_database",
+        "parameters": {
+            "type": "object",
+            "properties": {"query": {"type": "string", "maxLength": 12}, "limit": {"type": "integer", "maximum": 9}},
+            "required": ["query"],
+            "additionalProperties": False,
+        },
+        "strict": True,
+    },
+}
+
+
+def calls(choice: str, form: CallFormat) -> Structure:
+    """Of answers that may call ``TOOL``, or have to."""
+    tools = check_tools([TOOL], choice, None)
+    structure = calls_of(tools, form) if tools else None
+    assert structure is not None, "a strict tool"
+    return structure
+
+
 STRUCTURES = (
     Structure.json({"type": "object", "properties": {"name": {"type": "string"}, "age": {"type": "integer"}}}),
     Structure.json_object(),
     Structure.regex(r"([A-Z]?[a-z]{1,9}[ ,]){3,40}end\."),
     Structure.grammar('root ::= item (", " item)* "."\nitem ::= [a-z]+ | "(" root ")"'),
     Structure.choice(("yes, it is", "yes, they are", "no")),
+    calls("auto", "hermes"),
+    calls("required", "xml"),
 )
-"""The same for structures: entry i modulo 5, for odd i with an entry of ``FORCINGS``."""
+"""The same for structures: entry i modulo 7, for odd i with an entry of ``FORCINGS``."""
 _PATIENCE_SECONDS = 300.0
 """Without one emission in this time, an engine counts as hung."""
 

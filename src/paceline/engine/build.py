@@ -67,6 +67,9 @@ def build(options: EngineOptions, drafter: Drafter | None = None) -> EngineParts
     configure(device)
     target_path, drafter_path = resolve_paths(options)
     target_file = open_target(target_path)
+    tokenizer = target_file.tokenizer()
+    compiler = Compiler(tokenizer, target_file.config.vocab_size, tokenizer.eos_ids)
+    compiler.prepare()  # while the weights are read
     drafter_file = open_drafter(drafter_path) if drafter_path and drafter is None else None
     drafter_config = _check_drafter(options, target_file, drafter_file)
 
@@ -104,7 +107,7 @@ def build(options: EngineOptions, drafter: Drafter | None = None) -> EngineParts
         max_concurrency=shape.lanes,
         kv_pool_tokens=shape.pool_tokens,
         vocab_size=target_file.config.vocab_size,
-        eos_ids=tuple(sorted(target_file.tokenizer().eos_ids)),
+        eos_ids=tuple(sorted(tokenizer.eos_ids)),
         block_size=block_size if drafter else None,
         speculation=drafter is not None,
     )
@@ -114,7 +117,7 @@ def build(options: EngineOptions, drafter: Drafter | None = None) -> EngineParts
         drafter,
         pool,
         graphs=graphs,
-        structures=Structures(Compiler(target_file.tokenizer(), info.vocab_size, info.eos_ids)),
+        structures=Structures(compiler),
         synthetic=_synthetic(options, drafter),
         run_ahead=options.run_ahead,
         nvtx=options.nvtx,

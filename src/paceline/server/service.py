@@ -307,6 +307,7 @@ class Service:
         """Begin to serve. May be called from any thread."""
         info = backend.handle.info
         self._compiler = Compiler(backend.tokenizer, info.vocab_size, info.eos_ids)
+        self._compiler.prepare()
         self.backend = backend
 
     def ready(self) -> Backend:
