@@ -67,13 +67,14 @@ def undisturbed(bench: Workbench) -> dict[str, tuple[int, ...]]:
 
 
 def in_structures(fault: Fault, patch: pytest.MonkeyPatch) -> None:
-    original = Structures._fill
+    original = Structures._spans
 
-    def fill(self: Structures, path: Path, *rest: Any) -> None:
-        original(self, path, *rest)
+    def spans(self: Structures, path: Path, *rest: Any) -> Any:
+        found = original(self, path, *rest)
         fault(path.request.id == VICTIM and len(path.generated) > 4)
+        return found
 
-    patch.setattr(Structures, "_fill", fill)
+    patch.setattr(Structures, "_spans", spans)
 
 
 def in_compiling(fault: Fault, patch: pytest.MonkeyPatch) -> None:
