@@ -249,6 +249,7 @@ def test_schemas_that_cannot_be_kept(compiler: Compiler, form: CallFormat) -> No
     lenient = calls_of(tools("required", strict=False, schema=unique), form)
     assert lenient is not None and compiler.compile(lenient)
     assert "foo" in refused({"type": "object", "properties": {"a": {"type": "foo"}}}, strict=False)
+    assert "type object, got 'string'" in refused({"type": "string"}, strict=False)
     if form == "xml":
         for key in ("a>b", " a", "", "a\nb", "a" * 257):
             assert repr(key) in refused({"properties": {key: {"type": "string"}}})

@@ -122,12 +122,13 @@ _RULES: dict[CallFormat, list[str]] = {
 
 def _hermes(function: Mapping[str, Any], where: str, parts: list[Structure]) -> _Call:
     head = f'{TOOL_CALL}\n{{"name": {json.dumps(function["name"])}, "arguments": '
-    return _Call(head, _part({"type": "object", **_schema(function)}, function, where, parts), f"}}\n{END_TOOL_CALL}")
+    return _Call(head, _part(_schema(function, where), function, where, parts), f"}}\n{END_TOOL_CALL}")
 
 
 def _xml(function: Mapping[str, Any], where: str, parts: list[Structure]) -> _Call:
     """Parameters in the schema's order; where it lists none, any, as text."""
-    properties, required = (_schema(function).get(name) for name in ("properties", "required"))
+    schema = _schema(function, where)
+    properties, required = schema.get("properties"), schema.get("required")
     needed = [key for key in required if isinstance(key, str)] if isinstance(required, list) else []
     keys = dict.fromkeys([*(properties if isinstance(properties, Mapping) else ()), *needed])
     body = [f"({_parameter(key, function, where, parts)}){'' if key in needed else '?'}" for key in keys]
@@ -140,7 +141,7 @@ def _parameter(key: str, function: Mapping[str, Any], where: str, parts: list[St
     """``calls`` reads a value as text where the schema allows a string, else as JSON."""
     if not key or key != key.strip() or len(key) > MAX_TAG or ">" in key or "\n" in key:
         raise InvalidRequest(f"{where}: the model's form of calls cannot name the parameter {key!r}", param=where)
-    schema = _schema(function)
+    schema = _schema(function, where)
     properties = schema.get("properties")
     own = properties.get(key) if isinstance(properties, Mapping) else None
     types, values = allowed_types(own, schema), allowed_values(own, schema)
@@ -157,8 +158,13 @@ def _parameter(key: str, function: Mapping[str, Any], where: str, parts: list[St
     return f"{_quoted(head)} {value}"
 
 
-def _schema(function: Mapping[str, Any]) -> Mapping[str, Any]:
-    return function.get("parameters") or {}
+def _schema(function: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """Arguments are an object."""
+    schema = function.get("parameters") or {}
+    types = schema.get("type", "object")
+    if "object" not in (types if isinstance(types, list) else [types]):
+        raise InvalidRequest(f"{where} must be a JSON schema of type object, got {types!r}", param=where)
+    return {**schema, "type": "object"}
 
 
 def _part(schema: Mapping[str, Any], function: Mapping[str, Any], where: str, parts: list[Structure]) -> str:
