@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.parsing import ArgumentsText, CallBegin, CallFormat, Event, Message, ReplyParser, Tools, check_tools
+from paceline.parsing.tools import allowed_values
 
 TYPES = {
     "text": {"type": "string"},
@@ -301,3 +303,19 @@ def test_choices() -> None:
     assert check_tools([tool], "required", False) == Tools((tool,), required=True, parallel=False)
     assert check_tools([tool], named, None) == Tools((tool,), named="f")
     assert check_tools([tool], "none", None) is check_tools([], "auto", True) is None
+
+
+def test_a_schema_that_leads_back_to_itself_is_followed_for_a_while() -> None:
+    """Its ways double with every step."""
+    again = {"anyOf": [{"$ref": "#/properties/x"}] * 40}
+    parameters = {"type": "object", "properties": {"x": again, "y": {"anyOf": [{"$ref": "#/$defs/z"}] * 40}}}
+    tools = check_tools(
+        [{"type": "function", "function": {"name": "f", "parameters": parameters | {"$defs": {"z": {"type": "integer"}}}}}],
+        None,
+        None,
+    )
+    assert tools is not None
+    began = time.monotonic()
+    assert tools.types("f", "x") == frozenset() and allowed_values(again, parameters) == []
+    assert time.monotonic() - began < 1
+    assert tools.types("f", "y") == {"integer"}

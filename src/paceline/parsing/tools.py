@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,6 +19,8 @@ MAX_NAME = 128
 _NAME = re.compile(rf"[a-zA-Z0-9_.:/-]{{1,{MAX_NAME}}}")
 _MAX_DEPTH = 16
 """Of references and alternatives that are followed in a schema."""
+_MAX_STEPS = 4096
+"""In all: a schema of a few alternatives that lead back to themselves has more ways than anybody could go."""
 
 CallFormat = Literal["hermes", "xml"]
 """``hermes``: a JSON object between <tool_call> tags; ``xml``: <function=name> and <parameter=key> tags between them."""
@@ -26,8 +28,8 @@ CallFormat = Literal["hermes", "xml"]
 
 @dataclass(frozen=True, slots=True)
 class Tools:
-    """``definitions`` as the template shows them. The model is free to call, or it must call one (``required``), or the one
-    that is ``named``. Unless ``parallel``, its answer ends with the first call."""
+    """``definitions`` as the template shows them. The model is free to call, or it must call one or more (``required``), or
+    once the one that is ``named``. Unless ``parallel``, its answer ends with the first call."""
 
     definitions: tuple[Mapping[str, Any], ...]
     required: bool = False
@@ -55,9 +57,13 @@ class Tools:
         return frozenset()
 
 
-def allowed_types(schema: object, root: object, depth: int = 0) -> frozenset[str]:
+def allowed_types(schema: object, root: object) -> frozenset[str]:
     """The JSON types that a schema inside ``root`` allows; empty if it does not say."""
-    if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
+    return _types(schema, root, 0, iter(range(_MAX_STEPS)))
+
+
+def _types(schema: object, root: object, depth: int, steps: Iterator[int]) -> frozenset[str]:
+    if not isinstance(schema, Mapping) or depth > _MAX_DEPTH or next(steps, None) is None:
         return frozenset()
     kind = schema.get("type")
     if isinstance(kind, str):
@@ -65,27 +71,31 @@ def allowed_types(schema: object, root: object, depth: int = 0) -> frozenset[str
     if isinstance(kind, list):
         return frozenset(name for name in kind if isinstance(name, str))
     if isinstance(schema.get("$ref"), str):
-        return allowed_types(_referenced(schema["$ref"], root), root, depth + 1)
+        return _types(_referenced(schema["$ref"], root), root, depth + 1, steps)
     for word in ("anyOf", "oneOf", "allOf"):
         if isinstance(schema.get(word), list):
-            return frozenset().union(*(allowed_types(option, root, depth + 1) for option in schema[word]))
+            return frozenset().union(*(_types(option, root, depth + 1, steps) for option in schema[word]))
     values = schema["enum"] if isinstance(schema.get("enum"), list) else [schema["const"]] if "const" in schema else []
     return frozenset(map(_type_of, values))
 
 
-def allowed_values(schema: object, root: object, depth: int = 0) -> list[Any]:
+def allowed_values(schema: object, root: object) -> list[Any]:
     """The only values that a schema inside ``root`` allows; empty if it does not list them."""
-    if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
+    return _values(schema, root, 0, iter(range(_MAX_STEPS)))
+
+
+def _values(schema: object, root: object, depth: int, steps: Iterator[int]) -> list[Any]:
+    if not isinstance(schema, Mapping) or depth > _MAX_DEPTH or next(steps, None) is None:
         return []
     if isinstance(schema.get("enum"), list) or "const" in schema:
         return [schema["const"]] if "const" in schema else schema["enum"]
     if isinstance(schema.get("$ref"), str):
-        return allowed_values(_referenced(schema["$ref"], root), root, depth + 1)
+        return _values(_referenced(schema["$ref"], root), root, depth + 1, steps)
     if schema.get("type") == "null":
         return [None]
     for word in ("anyOf", "oneOf"):
         if isinstance(schema.get(word), list):
-            options = [allowed_values(option, root, depth + 1) for option in schema[word]]
+            options = [_values(option, root, depth + 1, steps) for option in schema[word]]
             return [value for values in options for value in values] if all(options) else []
     return []
 
