@@ -93,7 +93,7 @@ def test_inspect_starts_a_directory_by_its_name(
 def test_help_says_what_is_not_used_without_speculation(capsys: pytest.CaptureFixture[str]) -> None:
     for command in ("serve", "generate"):
         words = " ".join(output(capsys, command, "--help").split())
-        assert words.count("Neither used nor checked with") == 3
+        assert words.count("Neither used nor checked with") == 4
 
 
 def test_selfcheck_passes_on_this_machine(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,7 +141,7 @@ def test_demo_runs_twice_and_compares(capsys: pytest.CaptureFixture[str], monkey
 
 
 def test_demo_fails_when_tokens_differ(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(console: Console, speculation: bool) -> demo.Run:
+    def run(console: Console, speculation: bool, threads: int | None) -> demo.Run:
         return demo.Run([[1, 2], [3, 4 + speculation]], 1.0, 1.0, 1.0, 1.0, "fp")
 
     monkeypatch.setattr(demo, "_run", run)

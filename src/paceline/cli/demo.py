@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
-from paceline.cli.options import Level, LogLevel
+from paceline.cli.options import Level, LogLevel, Threads
 from paceline.config import EngineOptions
 from paceline.errors import LaneFailed
 from paceline.logs import start_logging
@@ -69,7 +69,7 @@ class Run:
     fingerprint: str
 
 
-def demo(log_level: Level = LogLevel.WARNING) -> int:
+def demo(threads: Threads = None, log_level: Level = LogLevel.WARNING) -> int:
     """Run a dozen prompts at six lanes, and compare.
 
     The built-in pair answers them twice, first without and then with speculation. The exit status is 0 if both runs gave
@@ -80,7 +80,7 @@ def demo(log_level: Level = LogLevel.WARNING) -> int:
 
     console = Console(highlight=False)
     console.print("Paceline: one target, one drafter, one batch for six clients. The demo pair runs on the CPU.\n")
-    plain, drafted = (_run(console, speculation) for speculation in (False, True))
+    plain, drafted = (_run(console, speculation, threads) for speculation in (False, True))
     console.print(_table(plain, drafted))
     differing = sum(a != b for a, b in zip(plain.tokens, drafted.tokens, strict=True))
     total = sum(map(len, plain.tokens))
@@ -97,12 +97,12 @@ def demo(log_level: Level = LogLevel.WARNING) -> int:
 # -- one run -----------------------------------------------------------------------------------------------------------
 
 
-def _run(console: Console, speculation: bool) -> Run:
+def _run(console: Console, speculation: bool, threads: int | None) -> Run:
     from paceline.engine.build import resolve_paths
     from paceline.engine.process import EngineProcess
     from paceline.weights.load import open_target
 
-    options = EngineOptions(max_concurrency=LANES, max_ctx=_CONTEXT, speculation=speculation)
+    options = EngineOptions(max_concurrency=LANES, max_ctx=_CONTEXT, speculation=speculation, threads=threads)
     target = open_target(resolve_paths(options)[0])
     tokenizer, template = target.tokenizer(), target.chat_template()
     assert template is not None, "the demo target has a chat template"

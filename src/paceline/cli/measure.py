@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import signal
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -210,10 +211,12 @@ def report(
 
     The exit status is 1 if a cell failed or is missing, or if tokens of Paceline differ.
     """
-    from paceline.bench.matrix import read_matrix, verdict
-    from paceline.bench.report import compare as ratios
-    from paceline.bench.report import markdown, page
-
+    try:
+        from paceline.bench.matrix import read_matrix, verdict
+        from paceline.bench.report import compare as ratios
+        from paceline.bench.report import markdown, page
+    except ModuleNotFoundError as error:
+        raise _missing(error) from None
     if compare is not None:
         print(ratios(*compare))
         return 0
@@ -230,12 +233,16 @@ def report(
     return 1 if wrong else 0
 
 
+def _missing(error: ModuleNotFoundError) -> ConfigError:
+    return ConfigError(f"benchmarks need {error.name}, which is not installed: {sys.executable} -m pip install {error.name}")
+
+
 def _bench() -> SimpleNamespace:
     """The parts of the benchmark, which need libraries that serving does not."""
     try:
         from paceline.bench import matrix, screens, serve, servers, workloads
     except ModuleNotFoundError as error:
-        raise ConfigError(f"this benchmark needs {error.name}, which is not installed: pip install {error.name}") from None
+        raise _missing(error) from None
     return SimpleNamespace(
         Plan=matrix.Plan,
         screen=screens.screen,

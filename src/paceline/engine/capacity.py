@@ -132,6 +132,12 @@ def _shape(
             f"max_ctx is {max_ctx}",
             param="kv_pool_tokens",
         )
+    log.warning(
+        "kv_pool_tokens %d holds at most %d tokens of one sequence: that is the context, not %d",
+        options.kv_pool_tokens,
+        shape.longest,
+        max_ctx,
+    )
     return replace(shape, max_ctx=shape.longest)
 
 

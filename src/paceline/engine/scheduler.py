@@ -99,7 +99,9 @@ class Scheduler:
         """End those whose time is over."""
         now = self.clock()
         return [
-            self._finish(one, (), "timeout", f"the request had {one.request.timeout:.1f} s, which are over")
+            self._finish(
+                one, (), "timeout", f"the request's timeout is over, {one.request.timeout:.3g} s after it was queued"
+            )
             for one in self.admission
             if one.overdue_at <= now
         ]

@@ -20,7 +20,7 @@ from paceline.errors import AuthenticationError, ClientTooSlow, PacelineError
 from paceline.logs import event, request_id
 from paceline.server.metrics import Metrics
 from paceline.server.options import ServerOptions
-from paceline.server.protocol import BodyTooLarge, HeadersTooLarge, UnsupportedMediaType
+from paceline.server.protocol import BodyTooLarge, HeadersTooLarge, NotReady, UnsupportedMediaType
 from paceline.server.replies import anthropic_error_object, dump, error_object
 
 MAX_HEADERS = 100
@@ -39,7 +39,8 @@ def json_response(value: dict[str, Any] | list[Any], status: int = 200, headers:
 def error_response(error: PacelineError, path: str) -> Response:
     """The reply for an error, in the words of the API to which the path belongs. It is logged by its code: its message may
     quote the request."""
-    event(logger, "answered with an error", status=error.status, code=error.code)
+    if not isinstance(error, NotReady):  # whoever waits for the model asks again and again
+        event(logger, "answered with an error", status=error.status, code=error.code)
     if not _is_anthropic(path):
         return json_response(error_object(error), error.status, dict(error.headers))
     return json_response(anthropic_error_object(error) | {"request_id": request_id.get()}, error.status, dict(error.headers))
@@ -94,7 +95,7 @@ class KeyCheck:
         # compared, so that the time taken says nothing about the keys.
         offered = hashlib.sha256(key.strip().encode("latin-1")).digest()
         if not sum(hmac.compare_digest(offered, digest) for digest in self._digests):
-            raise AuthenticationError("a valid API key is needed: Authorization: Bearer KEY")
+            raise AuthenticationError("a valid API key is needed, in the header Authorization: Bearer KEY or x-api-key: KEY")
 
 
 class EveryRequest:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from enum import Enum
 from typing import Any
 
@@ -282,11 +283,12 @@ def check_fields(body: Mapping[str, Any], rules: Mapping[str, FieldRule], prefix
             continue
         where = prefix + name
         if rule is None:
-            raise InvalidRequest(f"unknown field {where!r}", param=where, code="unknown_parameter")
+            near = "".join(f"; did you mean {prefix + one!r}?" for one in get_close_matches(name, rules, 1))
+            raise InvalidRequest(f"unknown field {where!r}{near}", param=where, code="unknown_parameter")
         if not any(_same(value, allowed) for allowed in rule.values):
             allowed = " or ".join(json.dumps(v) for v in (*rule.values, None))
             raise InvalidRequest(
-                f"{where} is not supported: it may be {allowed}, got {value!r}",
+                f"{where} is not supported: it may be {allowed}, got {json.dumps(value)}",
                 param=where,
                 code="unsupported_parameter",
             )
