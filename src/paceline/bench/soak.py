@@ -32,9 +32,9 @@ from paceline.bench.soak_cases import VERBOSE, Asked, catalogue, refused
 
 LANES = 8
 CLIENTS = 20
-QUIET = ("--max-ctx", "1024", "--no-speculation", "--threads", "1")
+QUIET = ("--max-ctx", "896", "--no-speculation", "--threads", "1")
 BUSY = (
-    *("--max-ctx", "1024", "--kv-pool-tokens", "1000", "--max-queue", "16", "--threads", "1", "--log-format", "json"),
+    *("--max-ctx", "896", "--kv-pool-tokens", "928", "--max-queue", "16", "--threads", "1", "--log-format", "json"),
     *("--stream-buffer-tokens", "64", "--client-timeout", "2", "--draft-policy", "fixed"),
 )
 """Pages for two or three requests; and soon somebody counts as a slow reader."""
