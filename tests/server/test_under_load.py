@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import random
 from collections import Counter
 from typing import Any
 
@@ -12,11 +13,12 @@ from demo_server import demo_server
 from scripted import eventually
 
 from paceline.bench import soak
+from paceline.bench.law import ShortOfPages
 from paceline.bench.soak_answers import Answer, folded, is_part_of
 from paceline.bench.soak_cases import CHAT, COMPLETIONS, Asked, catalogue
 from paceline.engine import admission
 from paceline.engine.engine import Engine
-from paceline.engine.plan import Round, RoundResult
+from paceline.engine.plan import Fork, PrefillSpan, Round, RoundResult, VerifySpan
 
 FATES = {"whole": 3, "stream": 3, "slow": 1, "leaves a stream": 2, "leaves": 2, "half a body": 1, "wrong": 1, "deadline": 1}
 
@@ -34,10 +36,10 @@ class Watch:
         assert self.engine is not None
         self.engine.parts.runner.pool.check()
         self.rounds += 1
-        spans = (*round.verify, *round.prefill, *round.forks)
-        self.late += [
-            span.request.id for span in spans if self.rounds > self.cancelled.get(span.request.id, self.rounds) + 1
-        ]
+        spans: list[VerifySpan | PrefillSpan | Fork] = [*round.verify, *round.prefill, *round.forks]
+        for name in (span.request.id for span in spans):
+            if self.rounds > self.cancelled.get(name, self.rounds) + 1:
+                self.late.append(name)
 
 
 def test_a_mixed_load_stays_exact_and_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,6 +50,8 @@ def test_a_mixed_load_stays_exact_and_loses_nothing(monkeypatch: pytest.MonkeyPa
         engine: Any = server.service.backend and server.service.backend.handle
         assert isinstance(engine, Engine)
         watch.engine, cancel = engine, engine.cancel
+        # it says at random that there is no room, so that lanes are parked whoever meets whom
+        engine.parts.scheduler.admission.lanes = ShortOfPages(engine.parts.runner.pool, random.Random(1))
 
         def noted(request_id: str) -> None:
             cancel(request_id)
