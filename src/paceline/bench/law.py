@@ -74,6 +74,8 @@ FORCINGS = (
 )
 """The same for thoughts and openings: entry i modulo 4. The second and the first often end their thoughts by themselves,
 with a newline (198), in the middle of a span."""
+TOOL_CALL = 16381
+"""The token that opens a call, which an answer that may call is made to like."""
 TOOL = {
     "type": "function",
     "function": {
@@ -97,13 +99,14 @@ def calls(choice: str, form: CallFormat) -> Structure:
     return structure
 
 
+MAY_CALL = calls("auto", "hermes")
 STRUCTURES = (
     Structure.json({"type": "object", "properties": {"name": {"type": "string"}, "age": {"type": "integer"}}}),
     Structure.json_object(),
     Structure.regex(r"([A-Z]?[a-z]{1,9}[ ,]){3,40}end\."),
     Structure.grammar('root ::= item (", " item)* "."\nitem ::= [a-z]+ | "(" root ")"'),
     Structure.choice(("yes, it is", "yes, they are", "no")),
-    calls("auto", "hermes"),
+    MAY_CALL,
     calls("required", "xml"),
 )
 """The same for structures: entry i modulo 7, for odd i with an entry of ``FORCINGS``."""
@@ -236,7 +239,9 @@ def _requests(case: Case, index: int, prompt: tuple[int, ...], info: EngineInfo)
         params = replace(params, **ADJUSTMENTS[index % len(ADJUSTMENTS)])
     speculate = not case.mixed or index % 2 == 0
     if case.structured:
-        params = replace(params, structure=STRUCTURES[index % len(STRUCTURES)])
+        structure = STRUCTURES[index % len(STRUCTURES)]
+        bias = {**params.logit_bias, TOOL_CALL: 20.0} if structure is MAY_CALL else params.logit_bias
+        params = replace(params, structure=structure, logit_bias=bias)
     forcing = FORCINGS[index % len(FORCINGS)] if case.forced or (case.structured and index % 2) else None
     priority = index % 3 if case.priorities else 0
     for made in Request.choices(prompt, params, info):
