@@ -24,11 +24,11 @@ class Case:
     ``drafter``: the one in the file, the same with random weights, or a script that has as many drafts right as its turn
     says. ``neighbours`` lets the requests arrive at random among others that are cancelled; ``mixed`` has every other
     request go without speculation; ``adjusted`` gives the requests penalties, biases and bans, ``forced`` thoughts with
-    budgets and openings, ``structured`` structures, calls of tools too, behind thoughts for every other one; ``choices`` asks for so many
-    answers to each prompt and ``scored`` for logprobs, of the prompt too, which are compared as well; ``vary`` draws the
-    number of drafts anew before each round; ``parking`` lets pages run short at random, ``priorities`` gives requests one of
-    three, ``faults`` lets rounds fail at random and be run again. The policy is ``fixed`` but where it is the thing tested:
-    acceptances are compared, and an ``auto`` one's depend on how long rounds took.
+    budgets and openings, ``structured`` structures, calls of tools too, behind thoughts for every other one; ``choices``
+    asks for so many answers to each prompt and ``scored`` for logprobs, of the prompt too, which are compared as well;
+    ``vary`` draws the number of drafts anew before each round; ``parking`` lets pages run short at random, ``priorities``
+    gives requests one of three, ``faults`` lets rounds fail at random and be run again. The policy is ``fixed`` but where it
+    is the thing tested: acceptances are compared, and an ``auto`` one's depend on how long rounds took.
     """
 
     name: str
