@@ -4,11 +4,13 @@ ahead: only the lane concerned ends, the others' tokens are unchanged, and the n
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from llguidance import LLMatcher
 from test_ahead import Plain, Uncaptured
 from test_loop import CASE, FAULTS, VICTIM, Fault, Run, request, serve
 
@@ -25,6 +27,7 @@ from paceline.forcing import forced
 from paceline.penalties import adjusted
 from paceline.state.pages import PageAllocator
 from paceline.state.shapes import pages_for
+from paceline.structure import Compiler
 from paceline.types import Adjustments, Forcing, Request, Row, Structure
 
 Inject = Callable[[Fault, pytest.MonkeyPatch], None]
@@ -148,6 +151,28 @@ def test_a_fault_concerns_one_lane(
         only_the_victim_ends(run, undisturbed)
         monkeypatch.undo()
         assert serve(parts, messages(parts)[2:]).tokens["2"] == undisturbed["2"], "the next one is as good as any"
+
+
+def test_a_structure_that_could_not_be_compiled_is_compiled_again(
+    bench: Workbench, undisturbed: dict[str, tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever asks for the same later is not told of a fault that is over."""
+    parts, fault = bench.parts(CASE, {}), Fault(once=True)
+    monkeypatch.setattr(parts.runner, "structures", Structures(parts.runner.structures.compiler))  # type: ignore[union-attr]
+    submit = Compiler.submit
+
+    def failing(self: Compiler, structure: Structure) -> Future[LLMatcher]:
+        try:
+            fault(True)
+        except MemoryError as error:
+            failed: Future[LLMatcher] = Future()
+            failed.set_exception(error)
+            return failed
+        return submit(self, structure)
+
+    monkeypatch.setattr(Compiler, "submit", failing)
+    run = serve(parts, messages(parts))
+    assert fault.raised == 1 and run.tokens == undisturbed
 
 
 def test_a_fault_in_forcing_ends_whose_tokens_are_forced(

@@ -136,7 +136,11 @@ class Structures:
         """At once, unless so many other structures came since that it has to be done again."""
         assert request.structure is not None, "a path without a structure"
         compiled = self._compiled.get(request.structure) or self.compiler.submit(request.structure)
-        return compiled.result().deep_copy()
+        try:
+            return compiled.result().deep_copy()
+        except Exception:  # such as for want of memory: the next one tries again
+            self._compiled.pop(request.structure, None)
+            raise
 
     def _spans(self, path: Path, walk: _Walk) -> list[_Span]:
         """The path's rows that have masks."""
