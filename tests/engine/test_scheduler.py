@@ -386,7 +386,7 @@ def test_a_request_ends_when_its_time_is_over() -> None:
     bench.now += 1.0
     bench.hear(bench.scheduler.expire())
     assert (bench.reason("runs"), bench.reason("waits")) == ("timeout", "timeout")
-    assert "4.0 s" in (bench.heard["waits"][-1].error or "")
+    assert "timeout is over, 4 s" in (bench.heard["waits"][-1].error or "")
     assert len(bench.tokens("runs")) == 3
     bench.finish()
     assert bench.tokens("next") == answer(request("next", 5, 5))[0]
