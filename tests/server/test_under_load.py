@@ -113,6 +113,10 @@ def test_errors_that_end_streams() -> None:
     assert soak._judged(COMPLETIONS, 'data: {"choices": [{"index": 0, "text": "x"}]}\n\n', due).startswith("FAILED")
 
 
+def test_chunks_are_of_bytes() -> None:
+    assert soak._unchunked("3\r\nüa\r\n2\r\nbc\r\n0\r\n\r\n".encode()) == "üabc"
+
+
 def test_rounds_after_leaving(tmp_path: Any) -> None:
     log, trace = tmp_path / "log", tmp_path / "trace"
     log.write_text('{"message": "request started", "id": "a", "engine_ids": ["1", "2"]}\nServing …\n')

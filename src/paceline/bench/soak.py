@@ -214,10 +214,13 @@ async def _silent(visit: _Visit, due: Answer) -> str:
         return "closed"  # when nothing was read for twice the client's time; the system does not always say so
     finally:
         writer.close()
-    head, _, rest = answer.decode().partition("\r\n\r\n")
-    if " 429 " in head.split("\r\n")[0]:
+    head, _, rest = answer.partition(b"\r\n\r\n")
+    status = head.split(b" ")[1:2]
+    if status == [b"429"]:
         return "queue full"
-    return _judged(visit.path, _unchunked(rest), due) if " 200 " in head.split("\r\n")[0] else f"FAILED: {head} {rest}"
+    if status != [b"200"]:
+        return f"FAILED: {answer.decode(errors='replace')}"
+    return _judged(visit.path, _unchunked(rest), due)
 
 
 async def _connected(visit: _Visit) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -235,13 +238,13 @@ def _head(visit: _Visit, length: int) -> bytes:
     ).encode()
 
 
-def _unchunked(text: str) -> str:
-    """A body in chunks, each behind a line with its size. (Our events are ASCII.)"""
-    whole, rest = "", text
+def _unchunked(body: bytes) -> str:
+    """A body in chunks, each behind a line with its size in bytes."""
+    whole, rest = b"", body
     while rest:
-        size, _, rest = rest.partition("\r\n")
+        size, _, rest = rest.partition(b"\r\n")
         whole, rest = whole + rest[: int(size, 16)], rest[int(size, 16) + 2 :]
-    return whole
+    return whole.decode()
 
 
 async def _leaves_a_stream(visit: _Visit, due: Answer) -> str:
