@@ -22,6 +22,7 @@ NOT_ROWWISE = {
     "merge",
     "expanded",
     "chunk_facts",
+    "pieces_of",
     "decode_arithmetic",
     "allocate_pages",
     "bytes_per_token",
