@@ -1,9 +1,20 @@
+"""What several modules use. Fixtures import what only they need: most tests start without a server or a model."""
+
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
+
+if TYPE_CHECKING:
+    import openai
+    from scripted import Running
+
+    from paceline.bench.law import Workbench
+    from paceline.structure import Compiler
+    from paceline.weights.tokenizer import Tokenizer
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -16,3 +27,62 @@ def one_thread() -> Iterator[None]:
         patch.setenv("OMP_NUM_THREADS", "1")
         yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Tokenizer:
+    """The demo pair's."""
+    from paceline.config import DEMO_TARGET
+    from paceline.weights.load import open_target
+
+    return open_target(DEMO_TARGET).tokenizer()
+
+
+@pytest.fixture(scope="module")
+def compiler(tokenizer: Tokenizer) -> Compiler:
+    from paceline.structure import Compiler
+
+    return Compiler(tokenizer, tokenizer.vocab_size, tokenizer.eos_ids)
+
+
+@pytest.fixture(scope="module")
+def bench() -> Iterator[Workbench]:
+    from paceline.bench.law import Workbench
+
+    before = torch.get_num_threads()
+    yield Workbench()
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    """A server with a scripted engine."""
+    from scripted import running
+
+    with running() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server: Running) -> Iterator[openai.OpenAI]:
+    import openai
+
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="session")
+def demo() -> Iterator[Running]:
+    """A server with the demo pair. Whoever gives it another template gives its own back."""
+    from demo_server import demo_server
+
+    with demo_server() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def demo_client(demo: Running) -> Iterator[openai.OpenAI]:
+    import openai
+
+    with openai.OpenAI(base_url=f"{demo.url}/v1", api_key="unused", max_retries=0) as client:
+        yield client

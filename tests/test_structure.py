@@ -13,11 +13,9 @@ import torch
 from llguidance import LLMatcher
 from llguidance.numpy import fill_next_token_bitmask
 
-from paceline.config import DEMO_TARGET
 from paceline.errors import InvalidRequest
 from paceline.structure import Compiler, permitted, words_of
 from paceline.types import MAX_STRUCTURE, SamplingParams, Structure
-from paceline.weights.load import open_target
 from paceline.weights.tokenizer import Tokenizer
 
 PERSON = {
@@ -30,16 +28,6 @@ PERSON = {
     "required": ["name", "tags"],
     "additionalProperties": False,
 }
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return open_target(DEMO_TARGET).tokenizer()
-
-
-@pytest.fixture(scope="module")
-def compiler(tokenizer: Tokenizer) -> Compiler:
-    return Compiler(tokenizer, tokenizer.vocab_size, tokenizer.eos_ids)
 
 
 def allowed(matcher: LLMatcher, vocab_size: int) -> list[int]:

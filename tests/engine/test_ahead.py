@@ -72,11 +72,6 @@ class Watched(Runner):
         return super()._propose(drafting)
 
 
-@pytest.fixture(scope="module")
-def bench() -> Workbench:
-    return Workbench()
-
-
 def demo(bench: Workbench, lanes: int) -> Runner:
     return bench.parts(Case(f"{lanes} lanes", lanes=lanes, threads=1), {}).runner
 

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-import torch
 from test_loop import Run, serve
 
 from paceline.bench.law import Workbench
 from paceline.bench.law_cases import Case
-from paceline.config import EngineOptions
 from paceline.engine import admission
-from paceline.engine.build import EngineParts, resolve_paths
+from paceline.engine.build import EngineParts
 from paceline.engine.loop import Cancel, Submit
 from paceline.state.pages import PageAllocator
 from paceline.types import Request, SamplingParams, Structure
-from paceline.weights.load import open_target
 from paceline.weights.tokenizer import Tokenizer
 
 ROUNDS, LANES, AT_ONCE = 500, 4, 5
@@ -28,18 +24,6 @@ PAGES = 20
 WORD = re.compile(r"[A-Z]{6}\d{2}")
 LINES = Structure.regex(r"(code = '[A-Z]{6}[0-9]{2}'\n){9}")
 """Whose word, the structure does not say."""
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return open_target(resolve_paths(EngineOptions())[0]).tokenizer()
-
-
-@pytest.fixture
-def bench() -> Iterator[Workbench]:
-    before = torch.get_num_threads()
-    yield Workbench()
-    torch.set_num_threads(before)
 
 
 class Crowd:

@@ -3,7 +3,7 @@ ahead: only the lane concerned ends, the others' tokens are unchanged, and the n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
@@ -32,13 +32,6 @@ from paceline.types import Adjustments, Forcing, Request, Row, Structure
 
 Inject = Callable[[Fault, pytest.MonkeyPatch], None]
 STRUCTURE = Structure.regex("[a-z ,.]{400,}")
-
-
-@pytest.fixture(scope="module")
-def bench() -> Iterator[Workbench]:
-    before = torch.get_num_threads()
-    yield Workbench()
-    torch.set_num_threads(before)
 
 
 def messages(parts: EngineParts, max_tokens: int = 16) -> list[Message]:

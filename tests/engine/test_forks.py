@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,13 +22,6 @@ from paceline.types import Emission, Request, SamplingParams, TokenLogprob
 
 CASE = Case("forks", lanes=4, threads=1, prefill_tokens=64)
 SAMPLING = SamplingParams(temperature=1.0, seed=9, max_tokens=8, ignore_eos=True, n=4, logprobs=3, prompt_logprobs=2)
-
-
-@pytest.fixture(scope="module")
-def bench() -> Iterator[Workbench]:
-    before = torch.get_num_threads()
-    yield Workbench()
-    torch.set_num_threads(before)
 
 
 Meddler = Callable[[Engine, Round], None]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -34,13 +34,6 @@ from paceline.views import GdnView
 
 CASE = Case("loop", lanes=3, prefill_tokens=64, threads=1)
 VICTIM = "1"
-
-
-@pytest.fixture(scope="module")
-def bench() -> Iterator[Workbench]:
-    before = torch.get_num_threads()
-    yield Workbench()
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

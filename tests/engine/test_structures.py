@@ -13,13 +13,11 @@ import numpy as np
 import pytest
 
 from paceline import LLM, SamplingParams, Structure
-from paceline.config import DEMO_TARGET
 from paceline.engine.plan import VerifySpan
 from paceline.engine.structures import Path, Permits, Structures, paths
 from paceline.errors import InvalidRequest, LaneFailed
 from paceline.structure import Compiler
 from paceline.types import Emission, Forcing, Request
-from paceline.weights.load import open_target
 from paceline.weights.template import ChatTemplate
 from paceline.weights.tokenizer import Tokenizer
 
@@ -30,16 +28,6 @@ SCHEMA = {
     "additionalProperties": False,
 }
 ASK = [{"role": "user", "content": "Describe a person."}]
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return open_target(DEMO_TARGET).tokenizer()
-
-
-@pytest.fixture(scope="module")
-def compiler(tokenizer: Tokenizer) -> Compiler:
-    return Compiler(tokenizer, tokenizer.vocab_size, tokenizer.eos_ids)
 
 
 def request(structure: Structure, forcing: Forcing | None = None, name: str = "a") -> Request:

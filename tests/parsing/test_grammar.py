@@ -12,12 +12,10 @@ import pytest
 from llguidance import LLMatcher
 from llguidance.numpy import fill_next_token_bitmask
 
-from paceline.config import DEMO_TARGET
 from paceline.errors import InvalidRequest
 from paceline.parsing import CallFormat, Message, ReplyParser, Tools, calls_of, check_tools, opening_of
 from paceline.structure import Compiler, words_of
 from paceline.types import MAX_CALLS, Structure
-from paceline.weights.load import open_target
 from paceline.weights.tokenizer import Tokenizer
 
 WEATHER = {
@@ -47,16 +45,6 @@ Bern
 ARGUMENTS = '{"city": "Bern", "days": 3}'
 CALLS: dict[CallFormat, str] = {"hermes": HERMES, "xml": XML}
 FORMS: Sequence[CallFormat] = ("hermes", "xml")
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return open_target(DEMO_TARGET).tokenizer()
-
-
-@pytest.fixture(scope="module")
-def compiler(tokenizer: Tokenizer) -> Compiler:
-    return Compiler(tokenizer, tokenizer.vocab_size, tokenizer.eos_ids)
 
 
 def tools(choice: object = None, parallel: bool = True, strict: bool = True, schema: Any = WEATHER, **more: Any) -> Tools:

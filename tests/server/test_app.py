@@ -437,7 +437,7 @@ def test_a_model_name_that_utf8_cannot_carry_is_escaped(server: Running) -> None
 def test_health_and_metrics(server: Running) -> None:
     assert httpx.get(server.url + "/health").json() == {"status": "ok"}
     post(server)
-    post(server, n=3)
+    assert_error(post(server, temperature=-1), 400, param="temperature")
     lines = httpx.get(server.url + "/metrics").text.splitlines()
     values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
     assert float(values['paceline_http_requests_total{endpoint="/v1/chat/completions",status="200"}']) >= 1

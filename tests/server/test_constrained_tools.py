@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any, Literal
 
 import anthropic
@@ -11,7 +10,6 @@ import httpx
 import openai
 import pydantic
 import pytest
-from demo_server import demo_server
 from scripted import Running
 from test_tools import ASK, CHAT, XML_TEMPLATE
 
@@ -48,16 +46,14 @@ def loose(tool: Any) -> Any:
     return {"type": "function", "function": {**tool["function"], "strict": False}}
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Running]:
-    with demo_server() as server:
-        yield server
+@pytest.fixture
+def server(demo: Running) -> Running:
+    return demo
 
 
-@pytest.fixture(scope="module")
-def client(server: Running) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0) as client:
-        yield client
+@pytest.fixture
+def client(demo_client: openai.OpenAI) -> openai.OpenAI:
+    return demo_client
 
 
 def ask(server: Running, **fields: Any) -> dict[str, Any]:

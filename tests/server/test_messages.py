@@ -9,7 +9,6 @@ from typing import Any
 import anthropic
 import httpx
 import pytest
-from demo_server import demo_server
 from scripted import MAX_CTX, Running, bursts, eventually, running, until_cancelled
 from test_tools import ARGUMENTS, CALL
 
@@ -25,12 +24,6 @@ QUERY: Any = {
     "input_schema": {"type": "object", "properties": {"query": {"type": "string"}, "limit": {"type": "integer"}}},
 }
 SAID = f"<think>\nHm.\n</think>\n\nLook: é\n{CALL}\n{CALL}"
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Running]:
-    with running() as server:
-        yield server
 
 
 @pytest.fixture
@@ -365,13 +358,13 @@ def test_tokens_are_counted_without_a_lane(server: Running) -> None:
 
 
 @pytest.fixture(scope="module")
-def demo() -> Iterator[tuple[anthropic.Anthropic, Running]]:
-    with demo_server() as server, anthropic.Anthropic(base_url=server.url, api_key="unused", max_retries=0) as client:
-        yield client, server
+def demo_client(demo: Running) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(base_url=demo.url, api_key="unused", max_retries=0) as client:
+        yield client
 
 
-def test_the_demo_pair_answers_as_it_does_in_a_chat(demo: tuple[anthropic.Anthropic, Running]) -> None:
-    client, server = demo
+def test_the_demo_pair_answers_as_it_does_in_a_chat(demo: Running, demo_client: anthropic.Anthropic) -> None:
+    client, server = demo_client, demo
     fields = {"max_tokens": 40, "temperature": 0.7, "seed": 5}
     chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 3 plus 4?"}]
     reply = httpx.post(f"{server.url}/v1/chat/completions", json={"messages": chat} | fields, timeout=60).json()
@@ -386,8 +379,8 @@ def test_the_demo_pair_answers_as_it_does_in_a_chat(demo: tuple[anthropic.Anthro
     assert client.messages.count_tokens(**ask).input_tokens == message.usage.input_tokens
 
 
-def test_the_demo_pair_uses_a_tool_and_reads_its_result(demo: tuple[anthropic.Anthropic, Running]) -> None:
-    client, _ = demo
+def test_the_demo_pair_uses_a_tool_and_reads_its_result(demo_client: anthropic.Anthropic) -> None:
+    client = demo_client
     ask: list[Any] = [{"role": "user", "content": "Please help me. How many active users are in the database?"}]
     fields: dict[str, Any] = {"model": "demo", "max_tokens": 80, "tools": [QUERY], "extra_body": {"temperature": 0}}
     first = client.messages.create(messages=ask, **fields)
@@ -404,9 +397,9 @@ def test_the_demo_pair_uses_a_tool_and_reads_its_result(demo: tuple[anthropic.An
     assert told.content[0].type == "tool_use"
 
 
-def test_thinking_ends_with_its_budget(demo: tuple[anthropic.Anthropic, Running]) -> None:
+def test_thinking_ends_with_its_budget(demo: Running, demo_client: anthropic.Anthropic) -> None:
     """What the demo pair opens is a thought if the template does; here the budget is what is tested to arrive."""
-    client, server = demo
+    client, server = demo_client, demo
     backend = server.service.backend
     assert backend is not None
     opened = OpenedThought(backend.template)

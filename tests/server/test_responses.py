@@ -9,9 +9,8 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from demo_server import demo_server
 from pydantic import BaseModel
-from scripted import Running, bursts, eventually, running, until_cancelled
+from scripted import Running, bursts, eventually, until_cancelled
 from test_tools import ARGUMENTS, CALL
 
 from paceline.errors import InvalidRequest
@@ -27,18 +26,6 @@ QUERY: Any = {
     "strict": False,
 }
 SAID = f"<think>\nHm.\n</think>\n\nLook: é\n{CALL}\n{CALL}"
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Running]:
-    with running() as server:
-        yield server
-
-
-@pytest.fixture
-def client(server: Running) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0) as client:
-        yield client
 
 
 def post(server: Running, **fields: Any) -> httpx.Response:
@@ -360,49 +347,45 @@ def test_thoughts_can_be_sent_back_unread(server: Running) -> None:
 # -- the demo pair ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def demo() -> Iterator[openai.OpenAI]:
-    with demo_server() as server, openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0) as client:
-        yield client
-
-
-def test_the_demo_pair_answers_as_it_does_in_a_chat(demo: openai.OpenAI) -> None:
+def test_the_demo_pair_answers_as_it_does_in_a_chat(demo_client: openai.OpenAI) -> None:
     asked: dict[str, Any] = {"model": "demo", "temperature": 0.7, "extra_body": {"seed": 5}}
     messages: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 3 plus 4?"}]
-    (chat,) = demo.chat.completions.create(messages=messages, max_tokens=40, **asked).choices
-    response = demo.responses.create(
+    (chat,) = demo_client.chat.completions.create(messages=messages, max_tokens=40, **asked).choices
+    response = demo_client.responses.create(
         instructions="Be brief.", input="What is 3 plus 4?", max_output_tokens=40, store=False, **asked
     )
     assert response.output_text == chat.message.content
-    with demo.responses.stream(instructions="Be brief.", input="What is 3 plus 4?", max_output_tokens=40, **asked) as stream:
+    with demo_client.responses.stream(
+        instructions="Be brief.", input="What is 3 plus 4?", max_output_tokens=40, **asked
+    ) as stream:
         pieces = [event.delta for event in stream if event.type == "response.output_text.delta"]
         assert "".join(pieces) == stream.get_final_response().output_text == chat.message.content
 
 
-def test_the_demo_pair_calls_a_tool_and_reads_its_result(demo: openai.OpenAI) -> None:
+def test_the_demo_pair_calls_a_tool_and_reads_its_result(demo_client: openai.OpenAI) -> None:
     ask: list[Any] = [{"role": "user", "content": "Please help me. How many active users are in the database?"}]
     asked: dict[str, Any] = {"model": "demo", "tools": [QUERY], "temperature": 0, "max_output_tokens": 80}
-    first = demo.responses.create(input=ask, **asked)
+    first = demo_client.responses.create(input=ask, **asked)
     (call,) = first.output
     assert call.type == "function_call" and call.name == "query_database" and "query" in json.loads(call.arguments)
-    with demo.responses.stream(input=ask, **asked) as stream:
+    with demo_client.responses.stream(input=ask, **asked) as stream:
         (again,) = stream.get_final_response().output
     assert again.type == "function_call" and again.arguments == call.arguments
     result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": '{"rows": [[7]]}'}
-    assert demo.responses.create(input=[*ask, *first.output, result], **asked).output_text
-    (forced,) = demo.responses.create(input="Write a poem.", tool_choice="required", **asked).output
+    assert demo_client.responses.create(input=[*ask, *first.output, result], **asked).output_text
+    (forced,) = demo_client.responses.create(input="Write a poem.", tool_choice="required", **asked).output
     assert forced.type == "function_call"
 
 
-def test_the_demo_pair_answers_in_a_given_structure(demo: openai.OpenAI) -> None:
+def test_the_demo_pair_answers_in_a_given_structure(demo_client: openai.OpenAI) -> None:
     class Verdict(BaseModel):
         even: bool
 
-    response = demo.responses.parse(model="demo", input="Is 7 even?", text_format=Verdict, max_output_tokens=40)
+    response = demo_client.responses.parse(model="demo", input="Is 7 even?", text_format=Verdict, max_output_tokens=40)
     assert isinstance(response.output_parsed, Verdict)
 
 
-def test_errors_are_those_that_the_client_knows(demo: openai.OpenAI) -> None:
+def test_errors_are_those_that_the_client_knows(demo_client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
-        demo.responses.create(model="demo", input="hi", store=True)
+        demo_client.responses.create(model="demo", input="hi", store=True)
     assert caught.value.param == "store"

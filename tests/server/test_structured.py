@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from typing import Any, Literal
 
 import httpx
 import openai
 import pydantic
 import pytest
-from demo_server import demo_server
 from scripted import Running
 from test_tools import QUERY
 
@@ -34,16 +32,14 @@ class Person(pydantic.BaseModel):
     alive: bool | None
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Running]:
-    with demo_server() as server:
-        yield server
+@pytest.fixture
+def server(demo: Running) -> Running:
+    return demo
 
 
-@pytest.fixture(scope="module")
-def client(server: Running) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0) as client:
-        yield client
+@pytest.fixture
+def client(demo_client: openai.OpenAI) -> openai.OpenAI:
+    return demo_client
 
 
 def content(server: Running, **fields: Any) -> str:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import httpx
 import openai
 import pytest
-from demo_server import demo_server
 from openai.types.chat import ChatCompletionChunk
-from scripted import END, Running, bursts, eventually, joined, running
+from scripted import END, Running, bursts, eventually, joined
 
 from paceline.server.service import Backend
 from paceline.weights.template import ChatTemplate
@@ -65,18 +64,6 @@ def put_together(chunks: Iterable[ChatCompletionChunk]) -> tuple[dict[str, Any],
 
 
 # -- a scripted engine -----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Running]:
-    with running() as server:
-        yield server
-
-
-@pytest.fixture
-def client(server: Running) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0) as client:
-        yield client
 
 
 def test_calls_come_back_as_calls(server: Running) -> None:
@@ -205,14 +192,8 @@ ASK: list[Any] = [{"role": "user", "content": "Please help me. How many active u
 OTHER = tool("get_weather", city="string")
 
 
-@pytest.fixture(scope="module")
-def demo() -> Iterator[tuple[openai.OpenAI, Running]]:
-    with demo_server() as server, openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0) as client:
-        yield client, server
-
-
-def test_the_demo_pair_calls_a_tool_and_reads_its_result(demo: tuple[openai.OpenAI, Running]) -> None:
-    client, _ = demo
+def test_the_demo_pair_calls_a_tool_and_reads_its_result(demo_client: openai.OpenAI) -> None:
+    client = demo_client
     asked: dict[str, Any] = {"model": "demo", "tools": [QUERY], "temperature": 0, "max_tokens": 80}
     (first,) = client.chat.completions.create(messages=ASK, **asked).choices
     assert first.finish_reason == "tool_calls" and first.message.tool_calls
@@ -228,9 +209,9 @@ def test_the_demo_pair_calls_a_tool_and_reads_its_result(demo: tuple[openai.Open
     assert second.message.content
 
 
-def test_tool_choice_is_what_happens(demo: tuple[openai.OpenAI, Running]) -> None:
+def test_tool_choice_is_what_happens(demo_client: openai.OpenAI) -> None:
     """Where the demo pair would not call, or would call the other."""
-    client, _ = demo
+    client = demo_client
     hello: list[Any] = [{"role": "user", "content": "Write a poem about the sea."}]
     asked: dict[str, Any] = {"model": "demo", "temperature": 0.7, "seed": 1, "max_tokens": 60}
     tools = [QUERY, OTHER]
@@ -245,9 +226,9 @@ def test_tool_choice_is_what_happens(demo: tuple[openai.OpenAI, Running]) -> Non
         assert must.message.tool_calls
 
 
-def test_a_thought_ends_with_its_budget(demo: tuple[openai.OpenAI, Running]) -> None:
+def test_a_thought_ends_with_its_budget(demo: Running, demo_client: openai.OpenAI) -> None:
     """A template that opens a thought, as Qwen3.5's does; the demo pair would think on."""
-    client, server = demo
+    client, server = demo_client, demo
     backend = server.service.backend
     assert backend is not None and isinstance(backend.template, ChatTemplate)
     opened = ChatTemplate(backend.template.source + "{%- if add_generation_prompt %}{{- '<think>\\n' }}{%- endif %}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -10,12 +9,6 @@ import pytest
 from scripted import END, MAX_CTX, Running, running
 
 from paceline.types import EngineStats, LaneStats
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Running]:
-    with running() as server:
-        yield server
 
 
 def post(server: Running, path: str, **body: Any) -> Any:
