@@ -55,7 +55,7 @@ def test_what_is_wrong_is_named_with_its_place(tmp_path: Path, text: str, messag
     path.write_text(text)
     with pytest.raises(ConfigError, match=message):
         read_servers(path)
-    with pytest.raises(ConfigError, match="none.toml: not readable"):
+    with pytest.raises(ConfigError, match="none.toml: No such file"):
         read_servers(tmp_path / "none.toml")
 
 

@@ -42,23 +42,29 @@ def test_help_needs_no_torch() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["serve", "--concurrency", "1,x"], "concurrency must be integers with commas between them, got '1,x'"),
-        (["serve", "--concurrency", "2,2"], "concurrency must hold different numbers of at least 1, got (2, 2)"),
+        (["serve", "--concurrency", "1,x"], "--concurrency must be integers with commas between them, got '1,x'"),
+        (["serve", "--concurrency", "2,2"], "--concurrency must hold different numbers of at least 1, got (2, 2)"),
         (["serve", "--config", "fast"], "--config must be NAME=FLAGS, such as off=--no-speculation, got 'fast'"),
         (["serve", "--config", "a=", "--config", "a=-x"], "--config names must differ, got a, a"),
-        (["serve", "--workload", "fixed", "--output-tokens", "0"], "output_tokens must be at least 1, got 0"),
-        (["serve", "--workload", "mixed"], "workload must be manifest or fixed, got 'mixed'"),
-        (["serve", "--server", "tgi"], "there is no server 'tgi'; there are paceline, llama-server"),
-        (["serve", "--repeats", "0"], "repeats must be at least 1, got 0"),
-        (["serve", "--fresh", "never"], "fresh must be cell or configuration, got 'never'"),
-        (["screen", "all"], "there is no screen 'all'; there are drafts, blocks, acceptance, contexts, burst, mixed"),
-        (["screen", "contexts", "--longest", "10"], "--workload names must differ, got none"),
+        (["serve", "--workload", "fixed", "--output-tokens", "0"], "--output-tokens must be at least 1, got 0"),
+        (["serve", "--workload", "mixed"], "--workload must be manifest or fixed, got 'mixed'"),
+        (["serve", "--server", "tgi"], "--server: there is no server 'tgi'; there are paceline, llama-server"),
+        (["serve", "--repeats", "0"], "--repeats must be at least 1, got 0"),
+        (["serve", "--fresh", "never"], "--fresh must be cell or configuration, got 'never'"),
+        (["screen", "all"], "NAME: there is no screen 'all'; there are drafts, blocks, acceptance, contexts, burst, mixed"),
+        (["screen", "contexts", "--longest", "10"], "--longest must be at least 1024 for this screen, got 10"),
+        (["serve", "--servers", "/nowhere/a.toml"], "--servers: /nowhere/a.toml: No such file or directory"),
+        (["serve", "--peer", "/nowhere/peer.json"], "--peer: /nowhere/peer.json: No such file or directory"),
+        (["serve", "--serve-flags", "'x"], '--serve-flags: cannot be read as flags: No closing quotation: "\'x"'),
+        (["serve", "--config", "a='x"], '--config: cannot be read as flags: No closing quotation: "\'x"'),
+        (["rounds", "--lanes", "0"], "--lanes must be at least 1, got 0"),
+        (["rounds", "--option", "max_ctx=1"], "--option max_ctx must be at least 2, got 1"),
         (["report"], "a directory of a run is needed, or --compare with two"),
     ],
 )
 def test_bad_options_are_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", *arguments]) == 1
-    assert capsys.readouterr().err == f"error: {message}\n"
+    assert main(["bench", *arguments]) == 2
+    assert capsys.readouterr().err == f"error: {message} (see paceline bench {arguments[0]} --help)\n"
 
 
 def test_a_run_its_report_and_the_ratios_of_two(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from paceline.cli import main
 from paceline.config import DEMO_DRAFTER, DEMO_TARGET
+from paceline.engine import capacity
 
 Change = Callable[[gguf.GGUFReader], None]
 
@@ -85,42 +86,71 @@ def test_a_command_line_that_cannot_be_read_is_status_2(
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["serve", "--dtype", "int3"], ["dtype", "int3", "bfloat16"]),
-        (["serve", "--cache-type-k", "q4"], ["cache_type_k", "q4", "q8_0"]),
-        (["serve", "--cache-type-v", "q4"], ["cache_type_v", "q4", "q8_0"]),
-        (["serve", "--max-concurrency", "0"], ["max_concurrency", "1", "0"]),
-        (["serve", "--max-ctx", "1"], ["max_ctx", "2", "1"]),
-        (["serve", "--draft-block-size", "1"], ["draft_block_size", "2", "1"]),
-        (["serve", "--draft-max", "0"], ["draft_max", "1", "0"]),
-        (["serve", "--draft-swa", "0"], ["draft_swa", "1", "0"]),
-        (["serve", "--kv-pool-tokens", "0"], ["kv_pool_tokens", "1", "0"]),
-        (["serve", "--prefill-tokens", "63"], ["prefill_tokens", "64", "63"]),
-        (["serve", "--threads", "100000"], ["threads", "1024", "100000"]),
-        (["serve", "--admission-coalesce-ms", "-1"], ["admission_coalesce_ms", "1000", "-1"]),
-        (["serve", "--itl-budget-ms", "0"], ["itl_budget_ms", "60000", "0"]),
-        (["serve", "--max-queue", "-1"], ["max_queue", "0", "-1"]),
-        (["serve", "--request-timeout", "0"], ["request_timeout", "86400", "0"]),
-        (["serve", "--drain-timeout", "-2"], ["drain_timeout", "86400", "-2"]),
+        (["serve", "--dtype", "int3"], ["--dtype", "int3", "bfloat16"]),
+        (["serve", "--cache-type-k", "q4"], ["--cache-type-k", "q4", "q8_0"]),
+        (["serve", "--cache-type-v", "q4"], ["--cache-type-v", "q4", "q8_0"]),
+        (["serve", "--max-concurrency", "0"], ["--max-concurrency", "1", "0"]),
+        (["serve", "--max-ctx", "1"], ["--max-ctx", "2", "1"]),
+        (["serve", "--draft-block-size", "1"], ["--draft-block-size", "2", "1"]),
+        (["serve", "--draft-max", "0"], ["--draft-max", "1", "0"]),
+        (["serve", "--draft-swa", "0"], ["--draft-swa", "1", "0"]),
+        (["serve", "--kv-pool-tokens", "0"], ["--kv-pool-tokens", "1", "0"]),
+        (["serve", "--prefill-tokens", "63"], ["--prefill-tokens", "64", "63"]),
+        (["serve", "--threads", "100000"], ["--threads", "1024", "100000"]),
+        (["serve", "--admission-coalesce-ms", "-1"], ["--admission-coalesce-ms", "1000", "-1"]),
+        (["serve", "--itl-budget-ms", "0"], ["--itl-budget-ms", "60000", "0"]),
+        (["serve", "--max-queue", "-1"], ["--max-queue", "0", "-1"]),
+        (["serve", "--request-timeout", "0"], ["--request-timeout", "86400", "0"]),
+        (["serve", "--drain-timeout", "-2"], ["--drain-timeout", "86400", "-2"]),
         (["serve", "--api-key", ""], ["--api-key", "empty"]),
-        (["serve", ""], ["target", "empty"]),
-        (["serve", "--model", ""], ["target", "empty"]),
-        (["serve", "--draft", ""], ["drafter", "empty"]),
-        (["generate", "hi", "--model", ""], ["target", "empty"]),
-        (["selfcheck", "--dtype", "int3"], ["dtype", "int3", "bfloat16"]),
-        (["selfcheck", "--device", "tpu"], ["device", "tpu", "cpu"]),
-        (["generate", "hi", "--top-p", "2"], ["top_p", "1", "2"]),
-        (["generate", "hi", "--temperature", "nan"], ["temperature", "nan"]),
-        (["generate", "hi", "--device", "tpu"], ["device", "tpu", "cpu"]),
-        (["generate", "hi", "--max-ctx", "99999"], ["max_ctx", "99999", "8192"]),
-        (["generate", "hi", "--draft-block-size", "9"], ["draft_block_size", "9", "8"]),
-        (["generate", "hi", "--draft-max", "8"], ["draft_max", "8", "7"]),
+        (["serve", ""], ["MODEL", "empty"]),
+        (["serve", "--model", ""], ["--model", "empty"]),
+        (["serve", "--draft", ""], ["--draft", "empty"]),
+        (["generate", "hi", "--model", ""], ["--model", "empty"]),
+        (["selfcheck", "--dtype", "int3"], ["--dtype", "int3", "bfloat16"]),
+        (["selfcheck", "--device", "tpu"], ["--device", "tpu", "cpu"]),
+        (["generate", "hi", "--top-p", "2"], ["--top-p", "1", "2"]),
+        (["generate", "hi", "--temperature", "nan"], ["--temperature", "nan"]),
+        (["generate", "hi", "--device", "tpu"], ["--device", "tpu", "cpu"]),
+        (["generate", "hi", "--max-ctx", "99999"], ["--max-ctx", "99999", "8192"]),
+        (["generate", "hi", "--draft-block-size", "9"], ["--draft-block-size", "9", "8"]),
+        (["generate", "hi", "--draft-max", "8"], ["--draft-max", "8", "7"]),
+        (["serve", "--port", "0", "--max-ctx", "99999"], ["--max-ctx", "99999", "8192"]),
+        (["serve", "--port", "0", "--trace", "/nowhere/trace"], ["--trace", "/nowhere/trace"]),
+        (["generate", "--prompt-file", "/nowhere/prompt.txt"], ["--prompt-file", "/nowhere/prompt.txt"]),
+    ],
+)
+def test_a_bad_value_is_status_2_and_names_the_option(
+    arguments: list[str], expected: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Also where the engine finds it, in a process of its own. That logs in between."""
+    assert main(arguments) == 2
+    line = capfd.readouterr().err.splitlines()[-1]
+    assert line.startswith("error: ") and line.endswith("--help)")
+    assert all(part in line for part in expected), line
+
+
+def test_an_error_of_what_was_not_typed_is_status_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where the machine is too small for the defaults, the command line is not at fault; what it may change is named."""
+    monkeypatch.setattr(capacity, "free_memory", lambda device: 2**20)
+    status, line = run(capsys, "generate", "hi")
+    assert status == 1
+    assert "lower max_concurrency, --max-ctx or kv_pool_tokens" in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
         (["generate", "hi " * 9000, "--raw"], ["8192", "prompt"]),
         (["generate", "\udcff", "--raw"], ["Unicode"]),
         (["generate", "", "--raw"], ["0 tokens"]),
-        (["generate", "--prompt-file", "/nowhere/prompt.txt"], ["/nowhere/prompt.txt"]),
     ],
 )
-def test_a_bad_value_is_status_1(arguments: list[str], expected: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_prompt_that_cannot_be_answered_is_status_1(
+    arguments: list[str], expected: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     status, line = run(capsys, *arguments)
     assert status == 1
     assert all(part in line for part in expected), line
@@ -129,12 +159,18 @@ def test_a_bad_value_is_status_1(arguments: list[str], expected: list[str], caps
 def test_a_prompt_file_that_is_no_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "prompt"
     path.write_bytes(b"abc\xff")
-    assert run(capsys, "generate", "-f", str(path)) == (1, f"error: {path}: not UTF-8 text: byte 3 is 0xff")
+    assert run(capsys, "generate", "-f", str(path)) == (
+        2,
+        f"error: --prompt-file {path}: not UTF-8 text: byte 3 is 0xff (see paceline generate --help)",
+    )
 
 
 def test_a_closed_stdin(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "stdin", None)
-    assert run(capsys, "generate", "-f", "-") == (1, "error: --prompt-file -: stdin is closed")
+    assert run(capsys, "generate", "-f", "-") == (
+        2,
+        "error: --prompt-file -: stdin is closed (see paceline generate --help)",
+    )
 
 
 def test_a_closed_stderr_leaves_stdout_alone() -> None:
@@ -144,7 +180,7 @@ def test_a_closed_stderr_leaves_stdout_alone() -> None:
         for top_k in (1, -5)
     )
     assert (good.returncode, good.stderr) == (0, "") and "tok/s" not in good.stdout
-    assert (bad.returncode, bad.stdout) == (1, "")
+    assert (bad.returncode, bad.stdout) == (2, "")
 
 
 @pytest.mark.parametrize("command", ["serve", "generate", "inspect"])

@@ -88,7 +88,7 @@ SCREENS: dict[str, Callable[[], Screen]] = {
 
 def screen(name: str) -> Screen:
     if name not in SCREENS:
-        raise ConfigError(f"there is no screen {name!r}; there are {', '.join(SCREENS)}", param="screen")
+        raise ConfigError(f"there is no screen {name!r}; there are {', '.join(SCREENS)}", param="name")
     return SCREENS[name]()
 
 

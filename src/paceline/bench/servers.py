@@ -27,6 +27,14 @@ _NAME = re.compile(r"[\w.+-]+")
 _GRACE_SECONDS = 30.0
 
 
+def flags_of(text: str, param: str) -> list[str]:
+    """Flags as in a shell. ``ConfigError`` for a quotation that does not end names ``param``."""
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise ConfigError(f"{param}: cannot be read as flags: {error}: {text!r}", param=param) from None
+
+
 @dataclass(frozen=True, slots=True)
 class Configuration:
     """A way to run a server: the flags that it adds to the command, and whether it drafts."""
@@ -41,7 +49,7 @@ class Configuration:
         name, equals, flags = text.partition("=")
         if not _NAME.fullmatch(name) or not equals:
             raise ConfigError(f"--config must be NAME=FLAGS, such as off=--no-speculation, got {text!r}", param="config")
-        words = tuple(shlex.split(flags))
+        words = tuple(flags_of(flags, "config"))
         return cls(name, words, "--no-speculation" not in words)
 
     @property
@@ -81,7 +89,8 @@ def _read(path: Path) -> dict[str, ServerKind]:
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: not readable as TOML: {error}", param="servers") from None
+        reason = getattr(error, "strerror", None) or f"not readable as TOML: {error}"
+        raise ConfigError(f"{path}: {reason}", param="servers") from None
     return {name: _server(f"{path}: [{name}]", name, table) for name, table in tables.items()}
 
 

@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from paceline.cli.bench import bench
+from paceline.cli.command import Command
 from paceline.cli.demo import demo
 from paceline.cli.generate import generate
 from paceline.cli.inspect import inspect
@@ -43,14 +44,14 @@ def _application() -> typer.Typer:
     app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
     app.callback()(_paceline)
     for command in (serve, generate, inspect, selfcheck, demo):
-        app.command()(command)
+        app.command(cls=Command)(command)
     app.add_typer(bench, name="bench")
     return app
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run ``paceline`` with these arguments, or the process's. Returns the exit status: 0; 1 for an error; 2 for a command
-    line that cannot be read; 130 after an interrupt."""
+    """Run ``paceline`` with these arguments, or the process's. Returns the exit status: 0; 1 for an error; 2 for an option
+    that does not exist or whose value cannot work; 130 after an interrupt."""
     if sys.stderr is None:  # the shell's 2>&-: print would take stdout instead
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     try:
@@ -64,7 +65,8 @@ def main(arguments: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     except (OSError, MemoryError) as error:
-        return _fail(str(error) or "out of memory")
+        named = getattr(error, "filename", None)
+        return _fail(f"{named}: {error.strerror}" if named else str(error) or "out of memory")  # type: ignore[union-attr]
     except Exception as error:
         # Usage errors. Their base class is click's or typer's own, depending on typer's version.
         if not hasattr(error, "format_message"):

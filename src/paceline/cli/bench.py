@@ -9,11 +9,12 @@ from typing import Annotated
 import typer
 
 from paceline.cli import measure
+from paceline.cli.command import Command
 
 bench = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Measure speed, and make what measuring needs.")
 
 
-@bench.command()
+@bench.command(cls=Command)
 def synth_model(
     shape: Annotated[
         str, typer.Option("--shape", metavar="SHAPE", help="Whose geometry: 'qwen3.8-27b', or 'tiny' to try things out.")
@@ -37,4 +38,4 @@ def synth_model(
 
 
 for command in (measure.serve, measure.screen, measure.report, measure.ops, measure.rounds):
-    bench.command()(command)
+    bench.command(cls=Command)(command)

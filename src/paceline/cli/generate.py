@@ -140,11 +140,14 @@ def generate(
 
 def _read(file: str) -> str:
     if file == "-" and sys.stdin is None:  # the shell's <&-
-        raise InvalidRequest("--prompt-file -: stdin is closed")
+        raise InvalidRequest("--prompt-file -: stdin is closed", param="prompt_file")
     try:
         return sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
+    except OSError as error:
+        raise InvalidRequest(f"--prompt-file {file}: {error.strerror}", param="prompt_file") from None
     except UnicodeDecodeError as error:
-        raise InvalidRequest(f"{file}: not UTF-8 text: byte {error.start} is {error.object[error.start]:#x}") from None
+        message = f"--prompt-file {file}: not UTF-8 text: byte {error.start} is {error.object[error.start]:#x}"
+        raise InvalidRequest(message, param="prompt_file") from None
 
 
 def _stream(llm: LLM, prompt: Prompt, sampling: SamplingParams) -> None:

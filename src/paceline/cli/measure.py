@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 import signal
 import sys
 from dataclasses import replace
@@ -132,7 +131,7 @@ def serve(
         if name not in known:
             raise ConfigError(f"there is no server {name!r}; there are {', '.join(known)}", param="server")
         ours = name == "paceline"
-        flags = shlex.split(serve_flags) if ours else []
+        flags = bench.flags_of(serve_flags, "serve_flags") if ours else []
         chosen.append(bench.with_flags(known[name], flags, configurations if ours else ()))
     if fresh not in ("cell", "configuration"):
         raise ConfigError(f"fresh must be cell or configuration, got {fresh!r}", param="fresh")
@@ -174,11 +173,13 @@ def screen(
     """A ready-made run that varies one thing: drafts, blocks, acceptance, contexts, or how requests arrive."""
     bench = _bench()
     chosen = bench.screen(name)
-    ours = bench.with_flags(bench.read_servers()["paceline"], shlex.split(serve_flags), chosen.configurations)
+    flags = bench.flags_of(serve_flags, "serve_flags")
+    ours = bench.with_flags(bench.read_servers()["paceline"], flags, chosen.configurations)
+    lengths = [max(getattr(asked, "prompt_tokens", 0), asked.long_tokens) for asked in chosen.workloads]
+    if longest is not None and longest < min(lengths):
+        raise ConfigError(f"longest must be at least {min(lengths)} for this screen, got {longest}", param="longest")
     workloads = [
-        asked
-        for asked in chosen.workloads
-        if longest is None or max(getattr(asked, "prompt_tokens", 0), asked.long_tokens) <= longest
+        asked for asked, length in zip(chosen.workloads, lengths, strict=True) if longest is None or length <= longest
     ]
     if requests is not None:
         workloads = [replace(asked, requests=requests) for asked in workloads]
@@ -221,7 +222,7 @@ def report(
         print(ratios(*compare))
         return 0
     if not directories:
-        raise ConfigError("a directory of a run is needed, or --compare with two")
+        raise typer.BadParameter("a directory of a run is needed, or --compare with two")
     path = out or directories[0] / "report.html"
     path.write_text(page(directories), encoding="utf-8")
     wrong = []
@@ -250,6 +251,7 @@ def _bench() -> SimpleNamespace:
         run=serve.run,
         Configuration=servers.Configuration,
         read_servers=servers.read_servers,
+        flags_of=servers.flags_of,
         Fixed=workloads.Fixed,
         Manifest=workloads.Manifest,
     )
@@ -258,13 +260,21 @@ def _bench() -> SimpleNamespace:
 def _watched(bench: SimpleNamespace, plan: Any, out: Path, peer: Path | None) -> int:
     from paceline.cli.progress import RunProgress
 
-    beside = json.loads(peer.read_text()) if peer else None
+    beside = _peer(peer) if peer else None
     before = signal.signal(signal.SIGTERM, _interrupt)  # the servers must end with it
     try:
         with RunProgress() as progress:
             return bench.run(plan, out, progress, beside)
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def _peer(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or f"not readable as JSON: {error}"
+        raise ConfigError(f"{path}: {reason}", param="peer") from None
 
 
 def _interrupt(number: int, frame: object) -> None:
@@ -324,4 +334,11 @@ def rounds(
         "speculation": speculation,
         "max_concurrency": lanes,
     }
-    return run(EngineOptions(**{**chosen, **options_of(option or ())}), count, prompt_tokens, out)
+    more = options_of(option or ())
+    try:
+        options = EngineOptions(**{**chosen, **more})
+    except ConfigError as error:
+        if error.param in more:
+            raise ConfigError(f"--option {error.message}", param="option") from None
+        raise
+    return run(options, count, prompt_tokens, out)

@@ -176,8 +176,7 @@ def _load(model: Qwen35 | DFlash, checkpoint: Checkpoint[Any], device: torch.dev
         room = torch.cuda.get_device_properties(device).total_memory
         raise ConfigError(
             f"{checkpoint.path}: the weights do not fit: {_allocated(device) / 2**20:.0f} MiB were loaded "
-            f"when the GPU's {room / 2**20:.0f} MiB were used up",
-            param="device",
+            f"when the GPU's {room / 2**20:.0f} MiB were used up"
         ) from error
     if device.type == "cuda":
         stored = sum(tensor.nbytes for tensor in checkpoint.tensors.values())
@@ -198,8 +197,7 @@ def _capture(target: Qwen35, drafter: Drafter | None, pool: StatePool) -> Graphs
         room = torch.cuda.get_device_properties(pool.device).total_memory
         raise ConfigError(
             f"the GPU's {room / 2**20:.0f} MiB were used up while forwards were captured as CUDA graphs, on top of "
-            f"{taken / 2**20:.0f} MiB of weights and state; lower max_concurrency or max_ctx, or switch cuda_graphs off",
-            param="cuda_graphs",
+            f"{taken / 2**20:.0f} MiB of weights and state; lower max_concurrency or max_ctx, or switch cuda_graphs off"
         ) from error
 
 

@@ -38,9 +38,7 @@ def check_weights(weight_bytes: int, device: torch.device) -> None:
     """Refuse weights that a GPU has no room for, before they are read: ``ConfigError`` with both numbers."""
     free = free_memory(device)
     if weight_bytes > free:
-        raise ConfigError(
-            f"the weights need {weight_bytes / 2**20:.0f} MiB, {free / 2**20:.0f} MiB are free on the GPU", param="device"
-        )
+        raise ConfigError(f"the weights need {weight_bytes / 2**20:.0f} MiB, {free / 2**20:.0f} MiB are free on the GPU")
 
 
 def plan_state(

@@ -38,7 +38,9 @@ class ServerOptions:
 
     def __post_init__(self) -> None:
         if not all(key and key == key.strip() for key in self.api_keys):
-            raise ConfigError("an API key is empty or has spaces around it", param="api_key")
+            raise ConfigError(
+                "an API key (--api-key, --api-key-file, PACELINE_API_KEY) is empty or has spaces around it", param="api_key"
+            )
         for origin in self.cors_origins:
             if not _ORIGIN.fullmatch(origin):
                 raise ConfigError(

@@ -14,7 +14,7 @@ from types import FrameType
 
 import uvicorn
 
-from paceline.errors import EngineDead, PacelineError
+from paceline.errors import ConfigError, EngineDead, PacelineError
 from paceline.server.app import create_app
 from paceline.server.connection import Connection
 from paceline.server.http import MAX_HEADER_BYTES
@@ -35,7 +35,8 @@ def serve(
     options: ServerOptions | None = None,
     say: Callable[[str], None] = print,
 ) -> int:
-    """Serve until SIGINT or SIGTERM (returns 0), or until loading fails or the engine dies (returns 1).
+    """Serve until SIGINT or SIGTERM (returns 0), or until loading fails or the engine dies (returns 1). A
+    ``ConfigError`` of ``load`` is raised: the caller knows what its user calls the options.
 
     The port is bound first, so that a port in use costs no loading, and /health answers 503 while ``load`` runs in a
     thread of its own. ``say`` prints the one line that says where the server listens; faults go to stderr, a line each.
@@ -68,6 +69,8 @@ def serve(
         loading.join(options.drain_timeout)
     if service.backend is not None:
         service.backend.handle.close()
+    if isinstance(server.fault, ConfigError):
+        raise server.fault
     return _fail(server.fault) if server.fault else 0
 
 
@@ -87,10 +90,10 @@ class _Server(uvicorn.Server):
             timeout_graceful_shutdown=int(service.options.drain_timeout) + 5,
         )
         super().__init__(config)
-        self.fault: str | None = None
+        self.fault: str | ConfigError | None = None
         self._service = service
 
-    def stop(self, fault: str) -> None:
+    def stop(self, fault: str | ConfigError) -> None:
         """Stop with a fault, unless it is stopping already. May be called from any thread."""
         if not self.should_exit:
             self.fault = fault
@@ -104,7 +107,7 @@ class _Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         grace = 0.0 if self.fault else self._service.options.drain_timeout
-        error = EngineDead(self.fault or "the server is shutting down")
+        error = EngineDead(str(self.fault or "the server is shutting down"))
         asyncio.get_running_loop().call_later(grace, self._service.abort_all, error)
         await super().shutdown(sockets)
 
@@ -112,6 +115,8 @@ class _Server(uvicorn.Server):
 def _load(load: Callable[[], Backend], server: _Server) -> Backend | None:
     try:
         return load()
+    except ConfigError as error:
+        server.stop(error)
     except (PacelineError, OSError, MemoryError) as error:
         server.stop(f"cannot load: {error}")
     except Exception as error:
