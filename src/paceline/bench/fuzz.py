@@ -30,6 +30,7 @@ from rich.progress import Progress
 from schemathesis import Case, GenerationMode
 
 from paceline.bench.artefact import machine, write
+from paceline.bench.script import run
 from paceline.bench.servers import Server, read_servers
 
 FLAGS = ("--max-queue", "4", "--threads", "1", "--log-format", "json")
@@ -215,4 +216,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

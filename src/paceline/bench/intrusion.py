@@ -11,8 +11,6 @@ import argparse
 import asyncio
 import json
 import statistics
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -20,8 +18,11 @@ from typing import Any
 import httpx
 
 from paceline.bench.artefact import load_workload, provenance, write
+from paceline.bench.script import run
+from paceline.bench.servers import Server, read_servers
 from paceline.config import EngineOptions
 from paceline.engine.build import build
+from paceline.errors import ConfigError, EngineDead
 
 CLIENTS = 8
 PROMPT_BYTES = 400_000
@@ -42,7 +43,8 @@ async def _client(http: httpx.AsyncClient, index: int, stop: asyncio.Event, gaps
         turn += 1
         last = None
         async with http.stream("POST", "/v1/chat/completions", json=body) as response:
-            assert response.status_code == 200, await response.aread()
+            if response.status_code != 200:
+                raise EngineDead(f"status {response.status_code}: {(await response.aread()).decode(errors='replace')}")
             async for line in response.aiter_lines():
                 if '"content"' not in line:
                     continue
@@ -58,13 +60,26 @@ async def _intrude(http: httpx.AsyncClient) -> int:
     return response.status_code
 
 
+def measure(url: str, phases: int, seconds: float) -> dict[str, Any]:
+    """Gaps in ``phases`` phases of each kind. ``EngineDead`` where the server does not answer, or with an error."""
+    try:
+        return asyncio.run(_measure(url, phases, seconds))
+    except ExceptionGroup as group:
+        lost, others = group.split((httpx.HTTPError, EngineDead))
+        if lost is None or others is not None:
+            raise
+        first = lost.exceptions[0]
+        raise EngineDead(f"the server at {url} does not answer as it should: {type(first).__name__}: {first}") from None
+
+
 async def _measure(url: str, phases: int, seconds: float) -> dict[str, Any]:
     gaps: list[tuple[float, float]] = []
     periods: list[tuple[bool, float, float]] = []
     stop = asyncio.Event()
     statuses: list[int] = []
-    async with httpx.AsyncClient(base_url=url, timeout=120) as http:
-        clients = [asyncio.create_task(_client(http, index, stop, gaps)) for index in range(CLIENTS)]
+    async with httpx.AsyncClient(base_url=url, timeout=120, trust_env=False) as http, asyncio.TaskGroup() as clients:
+        for index in range(CLIENTS):
+            clients.create_task(_client(http, index, stop, gaps))
         await asyncio.sleep(5)
         for phase in range(2 * phases):
             start = time.perf_counter()
@@ -74,7 +89,6 @@ async def _measure(url: str, phases: int, seconds: float) -> dict[str, Any]:
             periods.append((bool(phase % 2), start, time.perf_counter()))
             print(f"phase {phase + 1} of {2 * phases}", flush=True)
         stop.set()
-        await asyncio.gather(*clients)
     report: dict[str, Any] = {"intruder_statuses": statuses}
     for name, intruded in (("quiet", False), ("intruded", True)):
         sample = sorted(
@@ -92,44 +106,20 @@ async def _measure(url: str, phases: int, seconds: float) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--port", type=int, default=8765)
-    parser.add_argument("--phases", type=int, default=6)
-    parser.add_argument("--seconds", type=float, default=6.0)
+    parser.add_argument("--phases", type=int, default=6, help="of each kind")
+    parser.add_argument("--seconds", type=float, default=6.0, help="of each phase")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/intrusion-cpu.json"))
     arguments = parser.parse_args()
-    command = [
-        sys.executable,
-        "-m",
-        "paceline.cli",
-        "serve",
-        "--port",
-        str(arguments.port),
-        "--max-concurrency",
-        str(CLIENTS),
-    ]
-    server = subprocess.Popen(command)
-    try:
-        url = f"http://127.0.0.1:{arguments.port}"
-        _wait_until_healthy(url, server)
-        report = asyncio.run(_measure(url, arguments.phases, arguments.seconds))
-    finally:
-        server.terminate()
-        server.wait()
+    if arguments.phases < 1:
+        raise ConfigError(f"--phases must be at least 1, got {arguments.phases}", param="phases")
+    logs = arguments.out.parent / "logs"
+    values = {"model": "demo", "draft": "demo", "lanes": str(CLIENTS)}
+    with Server(read_servers()["paceline"], (), values, logs / "intrusion.log", logs / "intrusion.trace") as server:
+        report = measure(server.url, arguments.phases, arguments.seconds)
     info = build(EngineOptions(max_concurrency=CLIENTS)).info
     write(arguments.out, {"benchmark": "intrusion", **provenance(info), "prompt_bytes": PROMPT_BYTES, **report})
     print(json.dumps(report, indent=1))
 
 
-def _wait_until_healthy(url: str, server: subprocess.Popen[bytes]) -> None:
-    while server.poll() is None:
-        try:
-            if httpx.get(f"{url}/health").status_code == 200:
-                return
-        except httpx.TransportError:
-            pass
-        time.sleep(0.2)
-    raise SystemExit(f"the server ended with code {server.returncode}")
-
-
 if __name__ == "__main__":
-    main()
+    run(main)

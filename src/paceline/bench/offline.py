@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.bench.artefact import load_workload, provenance, write
+from paceline.bench.script import run
 from paceline.config import DRAFT_POLICIES, EngineOptions
 from paceline.engine.llm import LLM
 from paceline.types import SamplingParams
@@ -105,4 +106,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

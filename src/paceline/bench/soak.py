@@ -26,6 +26,7 @@ import httpx
 from rich.progress import Progress
 
 from paceline.bench.artefact import machine, write
+from paceline.bench.script import run
 from paceline.bench.servers import Server, read_servers
 from paceline.bench.soak_answers import Answer, events_in, folded, is_part_of
 from paceline.bench.soak_cases import VERBOSE, Asked, catalogue, refused
@@ -408,4 +409,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)
