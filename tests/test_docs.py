@@ -10,8 +10,8 @@ import pytest
 import typer
 
 import paceline
-from paceline.cli.app import _application
-from paceline.config import EngineOptions
+from paceline.cli.app import _application, main
+from paceline.config import DEMO_DIR, EngineOptions
 from paceline.server.anthropic_input import COUNT_FIELDS, MESSAGES_FIELDS, OUTPUT_FIELDS, THINKING_FIELDS
 from paceline.server.metrics import Metrics
 from paceline.server.options import ServerOptions
@@ -105,3 +105,11 @@ def test_the_python_example_of_the_readme_runs(capsys: pytest.CaptureFixture[str
     exec(example, {})
     shown = capsys.readouterr().out
     assert "stop (" in shown or "length (" in shown
+
+
+def test_inspect_prints_what_its_document_shows(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for the directory of the files."""
+    (shown,) = re.findall(r"\$ paceline inspect demo\n(.*?)```", SERVER, re.DOTALL)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert main(["inspect", "demo"]) == 0
+    assert capsys.readouterr().out.replace(f"{DEMO_DIR}/", "…/") == shown

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,7 +16,8 @@ from rich.console import Console
 
 import paceline.selfcheck
 from paceline.cli import demo, main, selfcheck
-from paceline.config import DEMO_DRAFTER, DEMO_TARGET
+from paceline.config import DEMO_DRAFTER, DEMO_TARGET, EngineOptions
+from paceline.engine.build import build
 from paceline.selfcheck import Outcome
 from paceline.types import Emission, Request
 from paceline.weights import describe
@@ -72,12 +74,24 @@ def test_generate_stops_at_a_stop_string(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_inspect_shows_the_demo_pair(capsys: pytest.CaptureFixture[str]) -> None:
-    target, drafter = output(capsys, "inspect", "demo").split("\n\n")
+    target, drafter, pair = output(capsys, "inspect", "demo").split("\n\n")
     for part in ("qwen35", str(DEMO_TARGET), "8,192", "16,384", "IQ4_XS", "6 Gated DeltaNet", "chat template:  yes", "q8_0"):
         assert part in target
     for part in ("dflash", str(DEMO_DRAFTER), "DFlash2, block 8", "1, 3, 5", "2048", "Q8_0", "rank 128"):
         assert part in drafter
-    assert "cannot be run" not in target + drafter
+    assert "cannot be run" not in target + drafter + pair
+    assert f"paceline serve {DEMO_TARGET} --draft {DEMO_DRAFTER}" in pair
+
+
+def test_inspect_counts_the_state_as_the_engine_does(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    target, _, pair = output(capsys, "inspect", "demo").split("\n\n")
+    for shown, speculation in ((target, False), (pair, True)):
+        (line,) = [line for line in shown.splitlines() if line.startswith("state:")]
+        with caplog.at_level(logging.INFO, "paceline.engine"):
+            build(EngineOptions(device="cpu", speculation=speculation))
+        assert line.partition(":")[2].strip() in [record.getMessage().partition(";")[0] for record in caplog.records]
 
 
 def test_inspect_starts_a_directory_by_its_name(

@@ -210,6 +210,10 @@ def test_a_drafter_of_another_target(tmp_path: Path, capsys: pytest.CaptureFixtu
         status, line = run(capsys, *arguments, "--draft", drafter)
         assert status == 1
         assert all(part in line for part in (drafter, str(DEMO_TARGET), "layer 49", "8 layers")), line
+    assert main(["inspect", str(DEMO_TARGET), drafter]) == 0
+    pair = capsys.readouterr().out.split("\n\n")[2].splitlines()
+    assert [line.split(":")[0] for line in pair] == ["pair", "cannot be run"]
+    assert "layer 49" in pair[1]
 
 
 def test_a_target_as_drafter(capsys: pytest.CaptureFixture[str]) -> None:

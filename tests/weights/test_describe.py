@@ -20,17 +20,11 @@ def test_demo_target() -> None:
     assert {use.qtype: use.tensors for use in d.types} == {"IQ4_XS": 61, "Q6_K": 1, "Q5_K": 1, "F32": 45}
     assert sum(use.bytes for use in d.types) == d.weight_bytes
     assert (d.vocab_tokens, d.has_chat_template) == (16_384, True)
-    # Two attention layers, K and V, two heads of 256.
-    assert d.cache_bytes_per_token == {"f32": 8192, "f16": 4096, "bf16": 4096, "q8_0": 2176}
-    # Six layers of six heads of 128 x 128, and three inputs of 1280 channels.
-    assert d.state_bytes_per_lane == 4 * 6 * (6 * 128 * 128 + 3 * 1280)
 
 
 def test_demo_drafter() -> None:
     d = describe(DEMO_DRAFTER)
     assert (d.role, d.architecture, d.problems) == ("drafter", "dflash", ())
-    assert d.cache_bytes_per_token == {"f32": 2 * 3 * 2 * 128 * 4, "f16": 2 * 3 * 2 * 128 * 2}
-    assert d.state_bytes_per_lane == 0
 
 
 def test_ignored_tensors_are_not_weight_to_load(tmp_path: Path) -> None:

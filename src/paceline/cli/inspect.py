@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from paceline.config import DEMO_DRAFTER, DEMO_TARGET, DrafterConfig, TargetConfig
+from paceline.config import (
+    CACHE_TYPES,
+    DEMO_DRAFTER,
+    DEMO_TARGET,
+    CacheType,
+    DrafterConfig,
+    EngineOptions,
+    TargetConfig,
+)
+from paceline.errors import LoadError
 
 if TYPE_CHECKING:
+    from paceline.state.shapes import StateShape
     from paceline.weights.describe import Description
 
 _CONTEXT = 8192
-"""The context for which the needs of a lane are shown, or the model's if that is shorter."""
+"""The context for which the state is shown, or the model's if that is shorter."""
+
+_CACHE = EngineOptions().cache_type_k
 
 
 def inspect(
@@ -23,16 +36,25 @@ def inspect(
 ) -> None:
     """Show what a model file holds and needs.
 
-    Architecture, sizes, tensor types, chat template, and the memory it takes to run it.
+    Architecture, sizes, tensor types, chat template, and the memory it takes to run it; of a target and a drafter also what
+    the pair needs.
     """
     from paceline.weights.describe import describe
 
     paths = [path for file in files for path in ((DEMO_TARGET, DEMO_DRAFTER) if file == "demo" else (file,))]
-    for index, path in enumerate(paths):
-        if index:
-            print()
-        for name, value in _lines(describe(path)):
-            print(f"{name + ':':<16}{value}")
+    found = []
+    for path in paths:
+        found.append(describe(path))
+        _print(_lines(found[-1]), first=len(found) == 1)
+    if sorted(each.role or "" for each in found) == ["drafter", "target"] and not any(each.problems for each in found):
+        _print(_pair(*sorted(found, key=lambda each: each.role != "target")))
+
+
+def _print(lines: list[tuple[str, str]], *, first: bool = False) -> None:
+    if not first:
+        print()
+    for name, value in lines:
+        print(f"{name + ':':<16}{value}")
 
 
 def _lines(found: Description) -> list[tuple[str, str]]:
@@ -87,7 +109,11 @@ def _drafter(config: DrafterConfig) -> list[tuple[str, str]]:
 
 
 def _needs(found: Description) -> list[tuple[str, str]]:
-    """Memory on a CPU, where weights are decoded once into the type of the products."""
+    """Memory: weights on a CPU, where they are decoded once into the type of the products; state as the engine counts it."""
+    from paceline.engine.capacity import state_line
+    from paceline.ops.kv import bytes_per_token
+    from paceline.state.shapes import kv_bytes_per_token
+
     if found.problems:
         return []
     lines = [
@@ -96,17 +122,50 @@ def _needs(found: Description) -> list[tuple[str, str]]:
             f"weights about {_size(2 * found.parameters)} in bfloat16 or float16, {_size(4 * found.parameters)} in float32",
         )
     ]
-    per_token = found.cache_bytes_per_token
-    if found.role == "target":
-        caches = ", ".join(f"{size / 1024:.1f} KiB in {kind}" for kind, size in per_token.items())
-        lines.append(("K/V per token", caches))
-        lines.append(("per lane", f"{_size(found.state_bytes_per_lane)} of state beside the K/V"))
+    if isinstance(found.config, TargetConfig):
+        per_token = {kind: kv_bytes_per_token(_shape(found.config, None, kind)) for kind in CACHE_TYPES}
+        lines.append(("K/V per token", _sizes(per_token)))
+        lines.append(("state", state_line(_shape(found.config, None))))
         lines.append(("start it", f"paceline serve {found.path}"))
-    else:
-        caches = ", ".join(f"{size / 1024:.1f} KiB in {kind}" for kind, size in per_token.items())
-        lines.append(("K/V per token", f"{caches}, at most the window's tokens in sliding layers"))
+    elif found.config is not None:
+        config = found.config
+        kinds: tuple[CacheType, ...] = ("f32", "f16")  # on a CPU, on a GPU
+        per_token = {
+            kind: 2 * config.num_layers * bytes_per_token(kind, config.num_kv_heads, config.head_dim) for kind in kinds
+        }
+        lines.append(("K/V per token", f"{_sizes(per_token)}, at most the window's tokens in sliding layers"))
         lines.append(("start it", f"paceline serve TARGET --draft {found.path}"))
     return lines
+
+
+def _pair(target: Description, drafter: Description) -> list[tuple[str, str]]:
+    from paceline.engine.capacity import state_line
+    from paceline.weights.load import check_pair, open_drafter, open_target
+
+    lines = [("pair", f"{target.path.name} with {drafter.path.name}")]
+    try:
+        check_pair(open_target(target.path), open_drafter(drafter.path))
+    except LoadError as error:
+        return [*lines, ("cannot be run", error.message)]
+    assert isinstance(target.config, TargetConfig) and isinstance(drafter.config, DrafterConfig)
+    return [
+        *lines,
+        ("state", state_line(_shape(target.config, drafter.config))),
+        ("start it", f"paceline serve {target.path} --draft {drafter.path}"),
+    ]
+
+
+def _shape(target: TargetConfig, drafter: DrafterConfig | None, kind: CacheType = _CACHE) -> StateShape:
+    """The state that ``paceline serve`` makes by default, for a context that is given."""
+    from paceline.engine.arithmetic import resolve_device
+    from paceline.engine.capacity import state_shape
+
+    options = EngineOptions(cache_type_k=kind, cache_type_v=kind)
+    return state_shape(options, target, drafter, min(_CONTEXT, target.context_length), resolve_device(options.device))
+
+
+def _sizes(per_token: Mapping[CacheType, int]) -> str:
+    return ", ".join(f"{size / 1024:.1f} KiB in {kind}" for kind, size in per_token.items())
 
 
 def _size(count: int) -> str:

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.config import DEMO_DRAFTER, DEMO_TARGET, PAGE_SIZE, DrafterConfig, EngineOptions, TargetConfig
+from paceline.config import DEMO_DRAFTER, DEMO_TARGET, DrafterConfig, EngineOptions, TargetConfig
 from paceline.engine.arithmetic import configure, describe, fingerprint, resolve_device, resolve_dtype
-from paceline.engine.capacity import check_weights, context_limit, plan_state, room_to_expand, scratch_bytes, state_bytes
+from paceline.engine.capacity import check_weights, context_limit, plan_state, room_to_expand, scratch_bytes, state_line
 from paceline.engine.drafting import DFlashDrafter, Drafter
 from paceline.engine.graphs import Graphs
 from paceline.engine.memory import keep_freed_memory, stop_searching
@@ -31,7 +31,7 @@ from paceline.errors import ConfigError
 from paceline.models.dflash import DFlash
 from paceline.models.qwen35 import Qwen35, key_head_of
 from paceline.state.pool import StatePool
-from paceline.state.shapes import StateShape, kv_bytes_per_token, lane_bytes
+from paceline.state.shapes import StateShape
 from paceline.structure import Compiler
 from paceline.types import EngineInfo
 from paceline.weights.load import Checkpoint, check_pair, fill, open_drafter, open_target
@@ -233,18 +233,7 @@ def _bytes(module: nn.Module | None, checkpoint: Checkpoint[Any] | None, device:
 
 def _log_start(info: EngineInfo, shape: StateShape, scratch: int, seconds: float) -> None:
     log.info("arithmetic %s: %s", info.fingerprint, info.arithmetic)
-    log.info(
-        "%d lanes x %d tokens of context: %.1f MiB of state, of it K/V for %d tokens in %d pages, %.1f MiB, "
-        "and %.1f MiB per lane%s",
-        shape.lanes,
-        shape.max_ctx,
-        state_bytes(shape) / 2**20,
-        shape.pool_tokens,
-        shape.pages,
-        shape.pages * PAGE_SIZE * kv_bytes_per_token(shape) / 2**20,
-        lane_bytes(shape) / 2**20,
-        f"; {scratch / 2**20:.1f} MiB kept free for rounds" if scratch else "",
-    )
+    log.info("%s%s", state_line(shape), f"; {scratch / 2**20:.1f} MiB kept free for rounds" if scratch else "")
     log.info("loaded %s in %.1f s", info.model_name, seconds)
 
 

@@ -56,10 +56,9 @@ def plan_state(
     """
     budget = max(0, int(_SHARE[device.type] * free_memory(device)) - weight_bytes)
     wanted = context_limit(options, target)
-    draft_type: CacheType = "f16" if device.type == "cuda" else "f32"
 
     def shape_of(max_ctx: int) -> StateShape:
-        return _shape(options, target, drafter, max_ctx, draft_type)
+        return state_shape(options, target, drafter, max_ctx, device)
 
     def need(shape: StateShape) -> int:
         return state_bytes(shape) + scratch_bytes(shape, options, device)
@@ -83,6 +82,16 @@ def state_bytes(shape: StateShape) -> int:
     return shape.lanes * lane_bytes(shape) + spare_bytes(shape) + pages
 
 
+def state_line(shape: StateShape) -> str:
+    """The state as users are shown it."""
+    return (
+        f"{shape.lanes} lanes x {shape.max_ctx} tokens of context: {state_bytes(shape) / 2**20:.1f} MiB of state, "
+        f"of it K/V for {shape.pool_tokens} tokens in {shape.pages} pages, "
+        f"{shape.pages * PAGE_SIZE * kv_bytes_per_token(shape) / 2**20:.1f} MiB, "
+        f"and {lane_bytes(shape) / 2**20:.1f} MiB per lane"
+    )
+
+
 def scratch_bytes(shape: StateShape, options: EngineOptions, device: torch.device) -> int:
     """Bytes kept free for rounds: none on a CPU, where half of the memory stays free."""
     if device.type != "cuda":
@@ -103,13 +112,15 @@ def _explained(shape: StateShape, state: int, scratch: int, budget: int) -> str:
     )
 
 
-def _shape(
+def state_shape(
     options: EngineOptions,
     target: TargetConfig,
     drafter: DrafterConfig | None,
     max_ctx: int,
-    draft_type: CacheType,
+    device: torch.device,
 ) -> StateShape:
+    """The state for sequences of ``max_ctx`` tokens, or of fewer where ``kv_pool_tokens`` holds no longer ones."""
+    draft_type: CacheType = "f16" if device.type == "cuda" else "f32"
     shape = StateShape(
         target=target,
         drafter=drafter,

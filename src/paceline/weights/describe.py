@@ -1,4 +1,4 @@
-"""What a model file holds and what it takes to run it, also for files that cannot be run."""
+"""What a model file holds, also for files that cannot be run."""
 
 from __future__ import annotations
 
@@ -11,9 +11,6 @@ from typing import Any, Literal
 from paceline.config import DrafterConfig, TargetConfig
 from paceline.errors import LoadError
 from paceline.weights.load import DRAFTERS, TARGETS, Checkpoint, ModelFile, drafter_of, open_file, target_of
-
-_CACHE_BYTES = {"f32": 4.0, "f16": 2.0, "bf16": 2.0, "q8_0": 34 / 32}
-"""Bytes per stored number of each cache type."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +28,6 @@ class Description:
 
     ``path`` is what to start it with, the (first) GGUF file or the Hugging Face directory; ``paths`` hold the weights.
     ``parameters`` counts the numbers in all tensors, ``weight_bytes`` their stored size without the ignored ones.
-    ``cache_bytes_per_token`` is by cache type: a target's K/V, or a drafter's context K/V. ``state_bytes_per_lane`` is the
-    recurrent and convolution state of one lane. Sizes that need the geometry are empty or 0 when it cannot be read.
     """
 
     path: Path
@@ -48,8 +43,6 @@ class Description:
     ignored: tuple[str, ...]
     vocab_tokens: int | None
     has_chat_template: bool
-    cache_bytes_per_token: dict[str, int]
-    state_bytes_per_lane: int
 
 
 def describe(path: str | Path) -> Description:
@@ -78,8 +71,6 @@ def describe(path: str | Path) -> Description:
         ignored=ignored,
         vocab_tokens=tokenizer.vocab_size if tokenizer else None,
         has_chat_template=template is not None,
-        cache_bytes_per_token=_cache_bytes(config),
-        state_bytes_per_lane=_state_bytes(config) if isinstance(config, TargetConfig) else 0,
     )
 
 
@@ -111,21 +102,3 @@ def _types(file: ModelFile) -> tuple[TypeUse, ...]:
         counts[tensor.qtype] += 1
         sizes[tensor.qtype] += tensor.nbytes
     return tuple(TypeUse(qtype, counts[qtype], size) for qtype, size in sizes.most_common())
-
-
-def _cache_bytes(config: TargetConfig | DrafterConfig | None) -> dict[str, int]:
-    if config is None:
-        return {}
-    if isinstance(config, TargetConfig):
-        layers, types = config.layer_types.count("attention"), tuple(_CACHE_BYTES)
-    else:
-        layers, types = config.num_layers, ("f32", "f16")
-    numbers = 2 * layers * config.num_kv_heads * config.head_dim
-    return {kind: int(numbers * _CACHE_BYTES[kind]) for kind in types}
-
-
-def _state_bytes(config: TargetConfig) -> int:
-    """float32: the state matrix of every value head, and the last inputs of every convolution channel."""
-    state = config.gdn_value_heads * config.gdn_key_dim * config.gdn_value_dim
-    history = (config.conv_kernel - 1) * config.conv_channels
-    return 4 * config.layer_types.count("gdn") * (state + history)
