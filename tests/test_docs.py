@@ -10,18 +10,21 @@ import pytest
 import typer
 
 import paceline
+from paceline import Delta, Result, SamplingParams, Structure
 from paceline.cli.app import _application, main
 from paceline.config import DEMO_DIR, EngineOptions
+from paceline.engine.llm import Usage
 from paceline.server.anthropic_input import COUNT_FIELDS, MESSAGES_FIELDS, OUTPUT_FIELDS, THINKING_FIELDS
 from paceline.server.metrics import Metrics
 from paceline.server.options import ServerOptions
 from paceline.server.protocol import CHAT_FIELDS, COMPLETION_FIELDS, DETOKENIZE_FIELDS, TOKENIZE_FIELDS
 from paceline.server.responses_input import REASONING_FIELDS, RESPONSES_FIELDS, TEXT_FIELDS
-from paceline.types import EngineHandle, EngineStats, LaneStats
+from paceline.types import EngineHandle, EngineInfo, EngineStats, LaneStats, RequestStats, TokenLogprob
 
 ROOT = Path(__file__).parent.parent
 SOURCE = Path(paceline.__file__).parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+PYTHON = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
 SERVER = (ROOT / "docs" / "server.md").read_text(encoding="utf-8")
 STRUCTURE = (ROOT / "docs" / "structure.md").read_text(encoding="utf-8")
 
@@ -30,6 +33,12 @@ def quoted(text: str) -> set[str]:
     """Everything in single backquotes, and its words."""
     spans = re.findall(r"`([^`\n]+)`", text)
     return {word for span in spans for word in (span, *re.split(r"[ ,{}]+", span))}
+
+
+def section(text: str, title: str) -> str:
+    """What is under a heading of the second level."""
+    (found,) = re.findall(rf"^## {title}\n(.*?)(?=^## |\Z)", text, re.DOTALL | re.MULTILINE)
+    return str(found)
 
 
 def test_the_readme_has_every_command_and_option() -> None:
@@ -47,6 +56,28 @@ def test_the_readme_has_every_command_and_option() -> None:
 def test_the_readme_has_every_field_of_the_engine_options() -> None:
     fields = {field.name for field in dataclasses.fields(EngineOptions)}
     assert fields <= quoted(README)
+
+
+def test_the_python_reference_has_every_export() -> None:
+    assert set(paceline.__all__) <= quoted(PYTHON)
+    methods = {name for name in vars(paceline.LLM) if not name.startswith("_")} | {"tokenizer", "template", "info"}
+    assert methods <= {word.partition("(")[0] for word in quoted(PYTHON)}
+
+
+@pytest.mark.parametrize("kind", [Usage, RequestStats, TokenLogprob, EngineInfo, EngineStats, Delta, Result, Structure])
+def test_the_python_reference_has_every_field_in_the_section_of_its_type(kind: type) -> None:
+    name = {Usage: "Result", TokenLogprob: "Result"}.get(kind, kind.__name__)
+    members = {field.name for field in dataclasses.fields(kind)}
+    members |= {name for name, value in vars(kind).items() if isinstance(value, property)}
+    assert members <= quoted(section(PYTHON, name))
+
+
+def test_the_python_reference_has_the_fields_and_defaults_of_sampling_params() -> None:
+    defaults = SamplingParams()
+    rows = re.findall(r"^\| `(\w+)` \| `?([^|`]+)`? \|", section(PYTHON, "SamplingParams"), re.MULTILINE)
+    assert {name: value.strip() for name, value in rows} == {
+        field.name: repr(getattr(defaults, field.name)) for field in dataclasses.fields(SamplingParams)
+    }
 
 
 @pytest.mark.parametrize(
@@ -105,6 +136,14 @@ def test_the_python_example_of_the_readme_runs(capsys: pytest.CaptureFixture[str
     exec(example, {})
     shown = capsys.readouterr().out
     assert "stop (" in shown or "length (" in shown
+
+
+@pytest.mark.parametrize(("index", "expected"), [(0, "length "), (1, "drafts accepted"), (2, "{'pencils': ")])
+def test_the_examples_of_the_python_reference_run(index: int, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    examples = re.findall(r"```python\n(.*?)```", PYTHON, re.DOTALL)
+    assert len(examples) == 3
+    exec(examples[index], {})
+    assert expected in capsys.readouterr().out
 
 
 def test_inspect_prints_what_its_document_shows(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

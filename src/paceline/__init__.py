@@ -11,14 +11,14 @@ from paceline.errors import PacelineError
 from paceline.types import SamplingParams, Structure
 
 if TYPE_CHECKING:
-    from paceline.engine.llm import LLM, Result
+    from paceline.engine.llm import LLM, Delta, Result
 
-__all__ = ["LLM", "PacelineError", "Result", "SamplingParams", "Structure"]
+__all__ = ["LLM", "Delta", "PacelineError", "Result", "SamplingParams", "Structure"]
 
 
 def __getattr__(name: str) -> Any:
-    """``LLM`` and ``Result`` are imported on first use: importing torch takes seconds, a command-line error should not."""
-    if name in ("LLM", "Result"):
+    """What needs torch is imported on first use: importing it takes seconds, a command-line error should not."""
+    if name in ("LLM", "Delta", "Result"):
         from paceline.engine import llm
 
         return getattr(llm, name)
