@@ -18,7 +18,7 @@ from paceline.state.pages import PageAllocator
 from paceline.types import Request, SamplingParams, Structure
 from paceline.weights.tokenizer import Tokenizer
 
-ROUNDS, LANES, AT_ONCE = 500, 4, 5
+LANES, AT_ONCE = 4, 5
 PAGES = 20
 """Of 16 tokens: too few for all lanes, some of which are therefore parked."""
 WORD = re.compile(r"[A-Z]{6}\d{2}")
@@ -29,16 +29,16 @@ LINES = Structure.regex(r"(code = '[A-Z]{6}[0-9]{2}'\n){9}")
 class Crowd:
     """Clients that come, stay for some tokens, and leave; ``words`` are those of their code words, by request."""
 
-    def __init__(self, parts: EngineParts, tokenizer: Tokenizer) -> None:
+    def __init__(self, parts: EngineParts, tokenizer: Tokenizer, rounds: int) -> None:
         self.words: dict[str, str] = {}
-        self._parts, self._tokenizer, self._dice = parts, tokenizer, random.Random(1)
+        self._parts, self._tokenizer, self._rounds, self._dice = parts, tokenizer, rounds, random.Random(1)
 
     def watch(self, run: Run) -> None:
         """After a round: somebody may leave, and others come."""
         live = [name for name in self.words if name not in run.ends]
         if live and self._dice.random() < 0.05:
             run.messages.append(Cancel(self._dice.choice(live)))
-        while len(live) < AT_ONCE and len(run.rounds) < ROUNDS:
+        while len(live) < AT_ONCE and len(run.rounds) < self._rounds:
             came = self.come()
             run.messages += [Submit(request) for request in came]
             live += [request.id for request in came]
@@ -64,13 +64,16 @@ class Crowd:
         return self._new_word() if word in self.words.values() else word
 
 
-def test_nobody_says_another_ones_word(bench: Workbench, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("rounds", [100, pytest.param(500, marks=pytest.mark.slow)])
+def test_nobody_says_another_ones_word(
+    bench: Workbench, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, rounds: int
+) -> None:
     monkeypatch.setattr(admission, "SOON", 8)
     parts = bench.parts(Case("code words", lanes=LANES, threads=1), {})
     parts.runner.pool.allocator = PageAllocator(PAGES)
-    crowd = Crowd(parts, tokenizer)
+    crowd = Crowd(parts, tokenizer, rounds)
     run = serve(parts, [Submit(request) for request in crowd.come()], crowd.watch)
-    assert len(run.rounds) >= ROUNDS and len(set(crowd.words.values())) > 40
+    assert len(run.rounds) >= rounds and len(set(crowd.words.values())) > rounds / 12
     assert run.stats.parkings["pages"] > 0 < run.stats.parkings["priority"] and run.stats.restored_tokens > 0
     assert run.stats.requests_finished.get("error", 0) == 0 < run.stats.requests_finished["cancelled"]
     said = [name for name in crowd.words if own_word_in(name, crowd, run, tokenizer)]
