@@ -13,7 +13,7 @@ ROOT = Path(paceline.__file__).parent
 LAYERS = [
     ["errors"],
     ["types", "config", "logs"],
-    ["transfer"],
+    ["transfer", "intersections"],
     ["batch"],
     ["ops"],
     ["views", "sampling", "penalties", "forcing", "structure", "logprobs", "accept", "text", "messages"],

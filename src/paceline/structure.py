@@ -21,6 +21,7 @@ from llguidance.numpy import fill_next_token_bitmask
 from torch import Tensor
 
 from paceline.errors import InvalidRequest
+from paceline.intersections import MAX_INTERSECTED, of_lark, of_schema
 from paceline.transfer import to_device
 from paceline.types import Structure
 
@@ -105,7 +106,12 @@ class Compiler:
             raise InvalidRequest(f"{structure.param}: the model has no end token", param=structure.param)
         for part in structure.parts:  # so that the part at fault is named, and one that no text has is found
             self._compile(part)
-        matcher = LLMatcher(self._tokenizer, _grammar(structure), limits=self._limits, log_level=0)
+        grammar = _grammar(structure)
+        together = _intersected(structure, grammar)
+        if together > MAX_INTERSECTED:
+            why = f"one text may have to fit {together} patterns and formats at a time; {MAX_INTERSECTED} can be met"
+            raise _refused(structure, why)
+        matcher = LLMatcher(self._tokenizer, grammar, limits=self._limits, log_level=0)
         if not matcher.is_error():
             # what is wrong may show up only here
             fill_next_token_bitmask(matcher, np.empty((1, words_of(self.vocab_size)), np.int32))
@@ -153,6 +159,13 @@ def _grammar(structure: Structure) -> str:
         return grammar_from(structure.kind, structure.text)
     except (ValueError, TypeError, RecursionError) as error:
         raise _refused(structure, str(error)) from None
+
+
+def _intersected(structure: Structure, grammar: str) -> int:
+    """How many expressions meet, of a client's own text; ``grammar`` is llguidance's form of it."""
+    if structure.kind == "json":
+        return of_schema(json.loads(grammar)["grammars"][0]["json_schema"])
+    return of_lark(grammar) if structure.kind == "grammar" else 1
 
 
 def _refused(structure: Structure, why: str) -> InvalidRequest:
