@@ -1,4 +1,4 @@
-"""The command line: ``paceline serve | generate | inspect | selfcheck | demo``."""
+"""The command line: ``paceline serve | generate | inspect | selfcheck | demo | bench``."""
 
 from paceline.cli.app import main
 
