@@ -101,6 +101,10 @@ class Compiler:
         too large, or that no text has."""
         return self.submit(structure).result()
 
+    def forget(self) -> None:
+        """Compile every structure afresh. Copies of a matcher share what it has learnt, and reach its limits together."""
+        self._compiled.cache_clear()
+
     def _compile(self, structure: Structure) -> LLMatcher:
         if not self._eos_ids:
             raise InvalidRequest(f"{structure.param}: the model has no end token", param=structure.param)

@@ -137,6 +137,18 @@ def test_a_token_that_does_not_fit_fails_its_lane(compiler: Compiler) -> None:
     assert structures.permits([Path(request(Structure.json_object()), 0)]).rows == [0], "nothing is left of it"
 
 
+def test_limits_that_earlier_answers_have_reached_end_no_later_one(compiler: Compiler, tokenizer: Tokenizer) -> None:
+    """The automaton behind a structure grows with the answers, and copies of its matcher share it."""
+    dice, structures = random.Random(0), Structures(compiler)
+    lane, said = request(Structure.regex(".*a.{25}b")), [*tokenizer.encode("a long way off")]
+    with pytest.raises(LaneFailed, match="too many states"):
+        while True:
+            allowed = masks(structures.permits([Path(lane, 0, said)]))[0]
+            said.append(dice.choice(sorted(allowed)))
+    again = masks(structures.permits([Path(lane, 0, said)]))
+    assert again == masks(Structures(compiler).permits([Path(lane, 0, said)])) and again[0]
+
+
 def test_a_request_is_ready_when_its_structure_is_compiled(compiler: Compiler) -> None:
     structures, wanting = Structures(compiler), request(Structure.regex("[ab]{3}"))
     assert structures.ready(replace(wanting, structure=None))

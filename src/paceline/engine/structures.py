@@ -103,7 +103,17 @@ class Structures:
         self._walks = {request.id: self._walks[request.id] for request in requests if request.id in self._walks}
 
     def permits(self, paths: Sequence[Path]) -> Permits:
-        """Masks of the rows of a forward whose answers have begun."""
+        """Masks of the rows of a forward whose answers have begun. A fault may be a limit that earlier answers have reached:
+        whoever tries again has matchers that have seen nothing."""
+        try:
+            return self._permits(paths)
+        except LaneFailed:
+            for structure in {path.request.structure for path in paths} & self._compiled.keys():
+                del self._compiled[structure]
+            self.compiler.forget()
+            raise
+
+    def _permits(self, paths: Sequence[Path]) -> Permits:
         walks: dict[str, _Walk] = {}
         for path in paths:
             kept = self._walks.pop(path.request.id, None)
