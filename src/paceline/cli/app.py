@@ -6,6 +6,7 @@ Modules of this package import torch and the server only inside functions: help 
 from __future__ import annotations
 
 import os
+import re
 import sys
 from typing import Annotated
 
@@ -81,7 +82,8 @@ def _usage(error: Exception) -> int:
     else:
         context = getattr(error, "ctx", None)
         command = context.command_path if context else "paceline"
-        _fail(f"{message.removeprefix('Invalid value: ').rstrip('.')} (see {command} --help)")
+        message = re.sub(r"^Invalid value(?: for '([^']+)')?: ", lambda found: f"{found[1]}: " if found[1] else "", message)
+        _fail(f"{message.rstrip('.')} (see {command} --help)")
     return int(error.exit_code)  # type: ignore[attr-defined]
 
 

@@ -32,6 +32,7 @@ from paceline.cli.options import (
     Threads,
 )
 from paceline.config import EngineOptions, api_key_from_environment
+from paceline.errors import ConfigError
 from paceline.logs import start_logging
 from paceline.server.options import ServerOptions, api_keys
 
@@ -108,9 +109,7 @@ def serve(
         typer.Option("--model-name", metavar="NAME", help="The name in replies.", show_default="the file's"),
     ] = DEFAULTS.model_name,
     host: Annotated[str, typer.Option("--host", metavar="ADDRESS", help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[
-        int, typer.Option("--port", metavar="PORT", min=0, max=65535, help="Port to listen on; 0 takes a free one.")
-    ] = 8000,
+    port: Annotated[int, typer.Option("--port", metavar="PORT", help="Port to listen on; 0 takes a free one.")] = 8000,
     api_key: Annotated[
         list[str],
         typer.Option(
@@ -134,7 +133,7 @@ def serve(
         ),
     ] = [],  # noqa: B006
     max_body_mib: Annotated[
-        int, typer.Option("--max-body-mib", metavar="MIB", min=1, help="The largest body of a request that is read.")
+        int, typer.Option("--max-body-mib", metavar="MIB", help="The largest body of a request that is read.")
     ] = SERVER.max_body_bytes // 2**20,
     stream_buffer_tokens: Annotated[
         int,
@@ -213,6 +212,10 @@ def serve(
         spec_synth_len=spec_synth_len,
         model_name=model_name,
     )
+    if not 0 <= port <= 65535:
+        raise ConfigError(f"port must lie in [0, 65535], got {port}", param="port")
+    if max_body_mib < 1:
+        raise ConfigError(f"max_body_mib must be at least 1, got {max_body_mib}", param="max_body_mib")
     from_environment = api_key_from_environment()
     server_options = ServerOptions(
         api_keys=api_keys(api_key, api_key_file) or ((from_environment,) if from_environment else ()),
