@@ -108,8 +108,8 @@ class Structures:
         try:
             return self._permits(paths)
         except LaneFailed:
-            for structure in {path.request.structure for path in paths} & self._compiled.keys():
-                del self._compiled[structure]
+            failed = {path.request.structure for path in paths}
+            self._compiled = {one: future for one, future in self._compiled.items() if one not in failed}
             self.compiler.forget()
             raise
 
