@@ -76,6 +76,11 @@ def test_what_fits(compiler: Compiler, tokenizer: Tokenizer, structure: Structur
     assert [text for text in bad if fits(compiler, tokenizer, structure, text)] == []
 
 
+def test_many_properties_may_be_missing(compiler: Compiler, tokenizer: Tokenizer) -> None:
+    schema = {"type": "object", "properties": {f"p{index}": {"type": "string"} for index in range(1000)}}
+    assert fits(compiler, tokenizer, Structure.json(schema), '{"p7":"x","p999":"y","other":1}')
+
+
 def test_white_space_in_json_is_bounded(compiler: Compiler, tokenizer: Tokenizer) -> None:
     lenient = {**PERSON, "x-guidance": {"whitespace_flexible": True, "whitespace_pattern": r"\s+"}}
     for structure in (Structure.json(PERSON), Structure.json_object(), Structure.json(lenient)):

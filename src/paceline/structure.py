@@ -50,6 +50,10 @@ _SHOWN = 400
 _MAX_STATES = 50_000
 """Of the automaton that reads the words of a grammar, about 2 kB each. It grows while it is used."""
 
+_MAX_ITEMS = 10_000
+"""In a row of the parser, which has four for each property that may be missing: enough for ``MAX_STRUCTURE``. What a mask may
+cost has a bound of its own."""
+
 
 class Codec(Protocol):
     """What is needed of a tokenizer."""
@@ -70,7 +74,7 @@ class Compiler:
 
     def __init__(self, codec: Codec, vocab_size: int, eos_ids: Collection[int]) -> None:
         self._codec, self.vocab_size, self._eos_ids = codec, vocab_size, sorted(eos_ids)
-        self._limits = LLParserLimits(max_lexer_states=_MAX_STATES, verbose_errors=False)
+        self._limits = LLParserLimits(max_items_in_row=_MAX_ITEMS, max_lexer_states=_MAX_STATES, verbose_errors=False)
         self._compiled = functools.lru_cache(COMPILED)(self._compile)
 
     @functools.cached_property
