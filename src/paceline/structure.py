@@ -51,8 +51,8 @@ _MAX_STATES = 50_000
 """Of the automaton that reads the words of a grammar, about 2 kB each. It grows while it is used."""
 
 _MAX_ITEMS = 10_000
-"""In a row of the parser, which has four for each property that may be missing: enough for ``MAX_STRUCTURE``. What a mask may
-cost has a bound of its own."""
+"""In a row of the parser, which has four for each property that may be missing: enough for ``MAX_STRUCTURE``. What a mask
+may cost has a bound of its own."""
 
 
 class Codec(Protocol):
