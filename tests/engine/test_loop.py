@@ -488,6 +488,19 @@ def test_a_request_that_cannot_fit_is_told_why(parts: EngineParts) -> None:
     assert not run.rounds
 
 
+def test_the_counters_are_there_before_the_first_request(parts: EngineParts) -> None:
+    seen: list[tuple[int, int]] = []
+
+    class Asked(Run):
+        def get(self, timeout: float | None) -> Message | None:
+            seen.append((self.stats.pages_free, self.stats.pages_total))
+            return super().get(timeout)
+
+    run, total = Asked([]), parts.runner.pool.allocator.total
+    EngineLoop(parts.runner, parts.scheduler, run, run.hear, coalesce_seconds=0.0).run()
+    assert seen == [(total, total)]
+
+
 def test_requests_that_arrive_together_begin_together(parts: EngineParts, prompts: list[tuple[int, ...]]) -> None:
     messages: list[Message] = [Submit(request(parts, name, prompts[0], 2)) for name in ("0", "1", "2")]
     run = serve(parts, messages, window=0.02)

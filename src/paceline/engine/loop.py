@@ -68,6 +68,7 @@ class EngineLoop:
 
     def run(self) -> None:
         """Until ``Stop``; whatever has not ended then is cancelled."""
+        self._send()  # the counters of an engine that nobody has asked yet
         while not self._stopping:
             self._turn()
         self._unsent += [Emission(request.id, (), "cancelled") for request in self._compiling]
