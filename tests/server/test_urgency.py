@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -15,7 +15,8 @@ from scripted import Running, bursts, eventually, running, until_cancelled
 
 from paceline.errors import DeadlineExceeded, InvalidRequest, QueueFull
 from paceline.server.urgency import Places, Urgency
-from paceline.types import Emission, Request
+from paceline.structure import Compiler
+from paceline.types import Emission, Request, Structure
 
 COMPLETIONS = "/v1/completions"
 
@@ -109,6 +110,20 @@ def test_time_that_is_over_before_the_engine_is_asked() -> None:
     with pytest.raises(DeadlineExceeded, match="0.5 s"):
         Urgency(timeout=0.5).urging(request, time.monotonic() - 1, None)
     assert Urgency(timeout=None).urging(request, time.monotonic() - 1, None).timeout is None
+
+
+def test_the_wait_for_other_structures_counts(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiling: list[Future[None]] = []
+
+    def submit(compiler: Compiler, structure: Structure) -> Future[None]:
+        compiling.append(Future())
+        return compiling[-1]
+
+    monkeypatch.setattr(Compiler, "submit", submit)
+    reply = post(server, structured_outputs={"regex": "a"}, timeout=0.1)
+    assert (reply.status_code, reply.json()["error"]["code"]) == (504, "deadline_exceeded")
+    assert eventually(lambda: compiling[0].cancelled()), "what nobody waits for is not compiled"
+    assert not server.engine.submitted
 
 
 def test_retry_after_follows_how_long_answers_take() -> None:

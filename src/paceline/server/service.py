@@ -335,7 +335,7 @@ class Service:
         backend = self.ready()
         prompt, plan = await self.work(size, _chat_prompt, backend, request)
         sampling = replace(request.sampling, structure=plan.structure)
-        await self._check(sampling.structure)
+        await self._check(sampling.structure, request.urgency, arrived)
         return self._start(endpoint, [prompt], sampling, request.urgency, arrived, plan=plan)
 
     async def count(self, request: ChatRequest, size: int) -> int:
@@ -347,15 +347,20 @@ class Service:
         backend = self.ready()
         prompts = await self.work(size, _completion_prompts, backend, request)
         check_prompt_logprobs(prompts, request.sampling)
-        await self._check(request.sampling.structure)
+        await self._check(request.sampling.structure, request.urgency, arrived)
         echoes = await self.work(size, _echoes, backend, prompts) if request.echo else None
         return self._start("completions", prompts, request.sampling, request.urgency, arrived, echoes)
 
-    async def _check(self, structure: Structure | None) -> None:
+    async def _check(self, structure: Structure | None, urgency: Urgency, arrived: float) -> None:
         """Refuse a structure that cannot be compiled. The engine compiles it again, and knows then that it can."""
-        if structure is not None:
-            assert self._compiler is not None, "there is one as soon as there is a backend"
-            await asyncio.wrap_future(self._compiler.submit(structure))
+        if structure is None:
+            return
+        assert self._compiler is not None, "there is one as soon as there is a backend"
+        try:
+            async with asyncio.timeout(urgency.left(arrived, self.options.request_timeout)):
+                await asyncio.wrap_future(self._compiler.submit(structure))
+        except TimeoutError:
+            raise DeadlineExceeded(f"the request's time was over before {structure.param} was compiled") from None
 
     def abort_all(self, error: PacelineError) -> None:
         """End every running generation with this error, and answer later requests with it."""

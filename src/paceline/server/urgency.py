@@ -40,15 +40,19 @@ class Urgency:
             raise InvalidRequest(f"timeout must be seconds in (0, {MAX_TIMEOUT:g}], got {timeout!r}", param="timeout")
         return cls(priority, timeout)
 
-    def urging(self, request: Request, arrived: float, default: float | None) -> Request:
-        """The engine's request, with what is left of its time; ``arrived`` is in monotonic seconds."""
+    def left(self, arrived: float, default: float | None) -> float | None:
+        """Seconds that are left of its time, ``DeadlineExceeded`` if none are; ``arrived`` is in monotonic seconds."""
         timeout = default if self.timeout is None else self.timeout
         if timeout is None:
-            return replace(request, priority=self.priority)
+            return None
         left = arrived + timeout - time.monotonic()
         if left <= 0:
             raise DeadlineExceeded(f"the request had {timeout:g} s, which were over before it could begin")
-        return replace(request, priority=self.priority, timeout=left)
+        return left
+
+    def urging(self, request: Request, arrived: float, default: float | None) -> Request:
+        """The engine's request, with what is left of its time."""
+        return replace(request, priority=self.priority, timeout=self.left(arrived, default))
 
 
 class Places:
