@@ -46,6 +46,8 @@ CHAIN = {f"d{index}": {"$ref": f"#/$defs/d{index + 1}", **text(f".*a{index}")} f
         ({"allOf": [{"properties": {f"{part}{index}": DATE for index in range(20)}} for part in "ab"]}, 1),
         ({"allOf": [{"properties": {"a": DATE}}, {"properties": {"a": text("^2")}}]}, 2),
         ({"anyOf": MANY}, 1),
+        ({"allOf": [{"properties": {"a": {"properties": {"id": DATE}}, "b": {"properties": {"id": DATE}}}}, {}]}, 1),
+        ({"discriminator": {"propertyName": "id"}, "oneOf": MANY}, 1),
         ({"type": "integer"}, 0),
         (True, 0),
     ],

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,6 +18,7 @@ MAX_INTERSECTED = 10
 
 _COMBINING = {"allOf", "anyOf", "oneOf", "$ref"}
 _SAYING_NOTHING = {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"} | {
+    "discriminator",
     "$defs",
     "definitions",
     "$schema",
@@ -33,20 +34,20 @@ _LARK = re.compile(r'(?://|#)[^\n]*|"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\])+/|(?P<and>
 
 
 def of_schema(schema: object) -> int:
-    """Of a JSON schema, from above: of the ``pattern`` and ``format`` in it those that may be meant for one string. Only
-    schemas that combine others bring several to one string, and only such as are under properties of one name, or in
-    definitions or under patterns of names, which may be meant for any."""
-    named: Counter[str] = Counter()
+    """Of a JSON schema, from above: of the different ``pattern`` and ``format`` in it those that may be meant for one
+    string. Only schemas that combine others bring several to one string, and only such as are under properties of one name,
+    or in definitions or under patterns of names, which may be meant for any."""
+    named: defaultdict[str, set[tuple[str, str]]] = defaultdict(set)
     combined, known = False, True
     for node, name in _schemas(schema):
-        named[name] += sum(isinstance(node.get(keyword), str) for keyword in ("pattern", "format"))
+        named[name] |= {(keyword, value) for keyword in ("pattern", "format") if isinstance(value := node.get(keyword), str)}
         combined = combined or _combines(node)
         ref = node.get("$ref", "#")
         known = known and isinstance(ref, str) and _WHERE_THEY_ARE.fullmatch(ref) is not None and "$dynamicRef" not in node
     if not combined:
-        return min(1, named.total())
-    anywhere = named.pop("", 0)
-    return anywhere + max(named.values(), default=0) if known else anywhere + named.total()
+        return int(any(named.values()))
+    anywhere = named[""]
+    return max(len(anywhere | one) for one in named.values()) if known else len(anywhere.union(*named.values()))
 
 
 def of_lark(text: str) -> int:
