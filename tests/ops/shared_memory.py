@@ -8,9 +8,8 @@ import sys
 from typing import Any
 
 import torch
+from absent_gpu import pretend
 from block_data import random_blocks
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from paceline.batch import pack
@@ -20,25 +19,6 @@ from paceline.ops.kv import allocate_pages
 from paceline.types import RowKind
 
 CPU = torch.device("cpu")
-
-
-class Absent:
-    """A driver that says which GPU to compile for, and has none."""
-
-    def __init__(self, capability: int) -> None:
-        self.capability = capability
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", self.capability, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int = 0) -> int:
-        return 0
-
-    def get_active_torch_device(self) -> torch.device:
-        return CPU
 
 
 def compile_only(sizes: dict[str, int]) -> None:
@@ -72,7 +52,7 @@ def multiply(form: str, rows: int) -> None:
 
 
 def main(capability: int) -> None:
-    driver.set_active(Absent(capability))
+    pretend(capability)
     setattr(launch, "has_little_shared_memory", lambda device: True)  # noqa: B010
     sizes: dict[str, int] = {}
     compile_only(sizes)

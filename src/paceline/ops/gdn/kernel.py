@@ -508,7 +508,7 @@ def _plan(batch: PackedBatch, device: torch.device) -> tuple[Tensor, Tensor, Ten
     return batch.plans[CHUNK_PLAN]
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["first_rows", "sizes"])
 def _prepare(
     q,
     k,

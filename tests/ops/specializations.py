@@ -1,0 +1,82 @@
+"""What rounds compile after the engine has warmed up, as a program of its own: ``specializations.py LENGTHS...``, each the
+lengths of the prompts of a round, such as 107,107. Prints the names of kernels that a round needs in another form, as JSON.
+Kernels are chosen as for a GPU, and not run: what they would write is zero."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from absent_gpu import pretend
+from triton.runtime.jit import JITFunction
+
+from paceline.config import EngineOptions
+from paceline.engine.build import build
+from paceline.engine.plan import PrefillSpan, Round
+from paceline.engine.runner import Runner
+from paceline.engine.warmup import warm_up
+from paceline.ops import dispatch
+from paceline.ops.linear import kernel as products
+from paceline.types import Request
+
+
+def note_forms(new: list[str]) -> None:
+    """Launches only note the names of kernels in forms that no launch before had."""
+    seen: set[tuple[str, str]] = set()
+
+    def noted(self: Any, *arguments: Any, grid: Any, warmup: bool = False, **options: Any) -> None:
+        bind = self.device_caches[0][-1]
+        form = (self.fn.__name__, str(bind(*arguments, **options, debug=False)[1:]))
+        if form not in seen:
+            seen.add(form)
+            new.append(self.fn.__name__)
+
+    JITFunction.run = noted
+
+
+def zeroed(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def made(*arguments: Any, **keywords: Any) -> torch.Tensor:
+        tensor = make(*arguments, **keywords)
+        return tensor.zero_() if tensor.device.type == "cpu" else tensor
+
+    return made
+
+
+def read(runner: Runner, lengths: list[int]) -> None:
+    """A round of prompts."""
+    pool, spans = runner.pool, []
+    for number, length in enumerate(lengths):
+        lane = pool.admit(length + 1)
+        assert lane is not None, f"no room for {lengths}"
+        request = Request(f"{number}", (0,) * length, 0.7 * (number % 2), 1.0, 0, 0.0, number, 1)
+        spans.append(PrefillSpan(request, lane, 0, request.prompt, final=True))
+    runner.run(Round((), tuple(spans)))
+    for span in spans:
+        pool.release(span.lane)
+
+
+def main(rounds: list[list[int]]) -> None:
+    pretend(90)
+    new: list[str] = []
+    note_forms(new)
+    torch.empty, torch.empty_like = zeroed(torch.empty), zeroed(torch.empty_like)
+    setattr(products, "_multiply_panel", lambda *panel: None)  # noqa: B010
+    setattr(products, "_heights", lambda *shape: (128, 256, 384, 512))  # noqa: B010
+    with dispatch.force("kernel"):
+        options = EngineOptions(device="cpu", max_concurrency=8, max_ctx=1024, cache_type_k="q8_0", cache_type_v="q8_0")
+        runner = build(options).runner
+        warm_up(runner)
+        assert new, "nothing was launched"
+        found = {}
+        for lengths in rounds:
+            new.clear()
+            read(runner, lengths)
+            found[",".join(map(str, lengths))] = sorted(new)
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main([[*map(int, lengths.split(","))] for lengths in sys.argv[1:]])
