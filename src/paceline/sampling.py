@@ -146,9 +146,11 @@ def _signed(seed: int) -> int:
 def pick(logits: Tensor, rows: SamplingRows) -> Tensor:
     """The token each row draws: ``logits`` [R, V] float32 -> [R] int64. The module's docstring states the rule."""
     assert logits.dtype == torch.float32 and logits.shape[0] == len(rows), (logits.dtype, logits.shape, len(rows))
-    if logits.device.type == "cpu":
-        return _pick_by_kind(logits, rows)
-    # Elsewhere all rows go through the same few launches, none of which waits for the device.
+    return _pick_by_kind(logits, rows) if logits.device.type == "cpu" else _pick_together(logits, rows)
+
+
+def _pick_together(logits: Tensor, rows: SamplingRows) -> Tensor:
+    """All rows go through the same few launches, none of which waits for the device."""
     if all(kind == "greedy" for kind in rows.kinds):
         return argmax(logits)
     limits = tuple(limit for limit, kind in zip(rows.limits, rows.kinds, strict=True) if kind == "filtered")

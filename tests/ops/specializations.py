@@ -1,6 +1,6 @@
-"""What rounds compile after the engine has warmed up, as a program of its own: ``specializations.py LENGTHS...``, each the
-lengths of the prompts of a round, such as 107,107. Prints the names of kernels that a round needs in another form, as JSON.
-Kernels are chosen as for a GPU, and not run: what they would write is zero."""
+"""What is compiled after the engine has warmed up, as a program of its own: ``specializations.py LENGTHS...``, each the lengths
+of the prompts of a round, such as 107,107. Prints the names of kernels that a round needs in another form, or draws of several
+kinds, as JSON. Kernels are chosen as for a GPU, and not run: what they would write is zero."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 from absent_gpu import pretend
 from triton.runtime.jit import JITFunction
 
+from paceline import sampling
 from paceline.config import EngineOptions
 from paceline.engine.build import build
 from paceline.engine.plan import PrefillSpan, Round
@@ -21,6 +22,19 @@ from paceline.engine.warmup import warm_up
 from paceline.ops import dispatch
 from paceline.ops.linear import kernel as products
 from paceline.types import Request
+
+
+KINDS = (
+    (0.0, 0, 1.0, 0.0),
+    (1.0, 0, 1.0, 0.0),
+    (0.7, 0, 1.0, 0.1),
+    (0.7, 0, 0.9, 0.0),
+    (0.7, 5, 1.0, 0.0),
+    (1.5, 40, 0.5, 0.1),
+    (0.7, 1000, 1.0, 0.0),
+    (0.7, 1000, 0.9, 0.0),
+)
+"""temperature, top_k, top_p and min_p."""
 
 
 def note_forms(new: list[str]) -> None:
@@ -58,16 +72,24 @@ def read(runner: Runner, lengths: list[int]) -> None:
         pool.release(span.lane)
 
 
+def draw(vocab: int, rows: int, temperature: float, top_k: int, top_p: float, min_p: float) -> None:
+    each = ([temperature] * rows, [top_k] * rows, [top_p] * rows, [min_p] * rows)
+    numbers = ([*range(rows)], [0] * rows, [*range(rows)])
+    sampling.pick(torch.zeros(rows, vocab), sampling.SamplingRows.from_lists(*each, *numbers))
+
+
 def main(rounds: list[list[int]]) -> None:
     pretend(90)
     new: list[str] = []
     note_forms(new)
     torch.empty, torch.empty_like = zeroed(torch.empty), zeroed(torch.empty_like)
+    setattr(sampling, "_pick_by_kind", sampling._pick_together)  # noqa: B010
     setattr(products, "_multiply_panel", lambda *panel: None)  # noqa: B010
     setattr(products, "_heights", lambda *shape: (128, 256, 384, 512))  # noqa: B010
     with dispatch.force("kernel"):
         options = EngineOptions(device="cpu", max_concurrency=8, max_ctx=1024, cache_type_k="q8_0", cache_type_v="q8_0")
-        runner = build(options).runner
+        parts = build(options)
+        runner = parts.runner
         warm_up(runner)
         assert new, "nothing was launched"
         found = {}
@@ -75,6 +97,11 @@ def main(rounds: list[list[int]]) -> None:
             new.clear()
             read(runner, lengths)
             found[",".join(map(str, lengths))] = sorted(new)
+        new.clear()
+        for rows in (1, 2, 3, 5, 16, 48):
+            for params in KINDS:
+                draw(parts.info.vocab_size, rows, *params)
+        found["draws"] = sorted(new)
     print(json.dumps(found))
 
 

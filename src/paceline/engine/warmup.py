@@ -15,22 +15,24 @@ from paceline.types import Request
 
 log = logging.getLogger("paceline.engine")
 
-_PROMPTS = ((531,), (300, 200, 77), (640, 32))
-"""Longer together than any captured forward, odd and even."""
+_PROMPTS = ((531,), (300, 200, 77), (640, 32), (20,), (33,))
+"""Of each round. Some are longer together than any captured forward, odd and even."""
 _ANSWER = 32
-_SAMPLING = ((0.0, 0, 1.0), (1.0, 0, 1.0), (0.7, 20, 0.9))
-"""temperature, top_k and top_p of the first, the second and the third prompt: every kind of draw."""
+_SAMPLING = ((1.0, 0, 1.0), (0.7, 20, 0.9), (0.7, 0, 0.9), (0.0, 0, 1.0), (0.7, 200, 1.0))
+"""temperature, top_k and top_p: every kind of draw. The first prompt of each round has the next one, and so have those
+behind it. Noise without filters, and no noise, are of a round of their own."""
 
 
 def warm_up(runner: Runner) -> None:
     """Read prompts, verify drafts, decode without, and forget it all. Rounds that do not fit the pool are left out."""
     started = time.perf_counter()
-    for lengths in _PROMPTS:
-        _rounds(runner, [min(length, runner.pool.shape.max_ctx - _ANSWER) for length in lengths[: runner.pool.shape.lanes]])
+    lanes, longest = runner.pool.shape.lanes, runner.pool.shape.max_ctx - _ANSWER
+    for first, lengths in enumerate(_PROMPTS):
+        _rounds(runner, [min(length, longest) for length in lengths[:lanes]], first)
     log.info("warmed up in %.1f s", time.perf_counter() - started)
 
 
-def _rounds(runner: Runner, lengths: list[int]) -> None:
+def _rounds(runner: Runner, lengths: list[int], first: int) -> None:
     pool = runner.pool
     requests, lanes = [], []
     try:
@@ -39,7 +41,7 @@ def _rounds(runner: Runner, lengths: list[int]) -> None:
             if lane is None:
                 break
             lanes.append(lane)
-            temperature, top_k, top_p = _SAMPLING[number]
+            temperature, top_k, top_p = _SAMPLING[(first + number) % len(_SAMPLING)]
             request = Request(
                 f"warm-up {number}", (0,) * length, temperature, top_p, top_k, 0.0, number, _ANSWER, logprobs=1
             )
