@@ -1,6 +1,6 @@
-"""What is compiled after the engine has warmed up, as a program of its own: ``specializations.py LENGTHS...``, each the lengths
-of the prompts of a round, such as 107,107. Prints the names of kernels that a round needs in another form, or draws of several
-kinds, as JSON. Kernels are chosen as for a GPU, and not run: what they would write is zero."""
+"""What is compiled after the engine has warmed up, as a program of its own: ``specializations.py LENGTHS...``, each the
+lengths of the prompts of a round, such as 107,107. Prints the names of kernels that a round needs in another form, or draws
+of several kinds, as JSON. Kernels are chosen as for a GPU, and not run: what they would write is zero."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from paceline.engine.warmup import warm_up
 from paceline.ops import dispatch
 from paceline.ops.linear import kernel as products
 from paceline.types import Request
-
 
 KINDS = (
     (0.0, 0, 1.0, 0.0),
