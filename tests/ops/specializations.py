@@ -1,12 +1,14 @@
 """What is compiled after the engine has warmed up, as a program of its own: ``specializations.py LENGTHS...``, each the
 lengths of the prompts of a round, such as 107,107. Prints the names of kernels that a round needs in another form, or draws
-of several kinds, as JSON. Kernels are chosen as for a GPU, and not run: what they would write is zero."""
+of several kinds, as JSON. Kernels are chosen as for a GPU, and not run: what they would write is zero. Forwards count as
+captured, and are not."""
 
 from __future__ import annotations
 
 import json
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,7 +18,8 @@ from triton.runtime.jit import JITFunction
 from paceline import sampling
 from paceline.config import EngineOptions
 from paceline.engine.build import build
-from paceline.engine.plan import PrefillSpan, Round
+from paceline.engine.graphs import Graphs
+from paceline.engine.plan import PrefillSpan, Round, VerifySpan
 from paceline.engine.runner import Runner
 from paceline.engine.warmup import warm_up
 from paceline.ops import dispatch
@@ -58,15 +61,39 @@ def zeroed(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     return made
 
 
-def read(runner: Runner, lengths: list[int]) -> None:
-    """A round of prompts."""
+def not_captured(self: Graphs, forward: Callable[[], None]) -> tuple[Any, float]:
+    forward()
+    return SimpleNamespace(replay=forward), 1.0
+
+
+def as_on_a_gpu() -> None:
+    """All that torch itself does otherwise there, or cannot do here."""
+    torch.empty, torch.empty_like = zeroed(torch.empty), zeroed(torch.empty_like)
+    replaced: list[tuple[Any, str, Any]] = [
+        (torch.cuda, "mem_get_info", lambda device: (0, 0)),
+        (torch.cuda, "synchronize", lambda device: None),
+        (torch.cuda, "graph_pool_handle", lambda: None),
+        (Graphs, "_captured", not_captured),
+        (products, "_multiply_panel", lambda *panel: None),
+        (products, "_heights", lambda *shape: (128, 256, 384, 512)),
+        (sampling, "_pick_by_kind", sampling._pick_together),
+    ]
+    for owner, name, value in replaced:
+        setattr(owner, name, value)
+
+
+def decode(runner: Runner, lengths: list[int]) -> None:
+    """A round of prompts, and rounds behind it with and without drafts."""
     pool, spans = runner.pool, []
     for number, length in enumerate(lengths):
-        lane = pool.admit(length + 1)
+        lane = pool.admit(length + 64)
         assert lane is not None, f"no room for {lengths}"
-        request = Request(f"{number}", (0,) * length, 0.7 * (number % 2), 1.0, 0, 0.0, number, 1)
+        request = Request(f"{number}", (0,) * length, 0.7 * (number % 2), 1.0, 0, 0.0, number, 64)
         spans.append(PrefillSpan(request, lane, 0, request.prompt, final=True))
     runner.run(Round((), tuple(spans)))
+    for drafts in (7, 7, 3, 0, 0):
+        verify = [VerifySpan(span.request, span.lane, runner.pool.committed(span.lane), 5, drafts) for span in spans]
+        runner.run(Round(tuple(verify), (), ahead=True))
     for span in spans:
         pool.release(span.lane)
 
@@ -81,20 +108,18 @@ def main(rounds: list[list[int]]) -> None:
     pretend(90)
     new: list[str] = []
     note_forms(new)
-    torch.empty, torch.empty_like = zeroed(torch.empty), zeroed(torch.empty_like)
-    setattr(sampling, "_pick_by_kind", sampling._pick_together)  # noqa: B010
-    setattr(products, "_multiply_panel", lambda *panel: None)  # noqa: B010
-    setattr(products, "_heights", lambda *shape: (128, 256, 384, 512))  # noqa: B010
+    as_on_a_gpu()
     with dispatch.force("kernel"):
         options = EngineOptions(device="cpu", max_concurrency=8, max_ctx=1024, cache_type_k="q8_0", cache_type_v="q8_0")
         parts = build(options)
-        runner = parts.runner
+        target, drafter, pool = parts.runner.target, parts.runner.drafter, parts.runner.pool
+        runner = Runner(target, drafter, pool, graphs=Graphs(target, drafter, pool), run_ahead=True)
         warm_up(runner)
         assert new, "nothing was launched"
         found = {}
         for lengths in rounds:
             new.clear()
-            read(runner, lengths)
+            decode(runner, lengths)
             found[",".join(map(str, lengths))] = sorted(new)
         new.clear()
         for rows in (1, 2, 3, 5, 16, 48):

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 FIVE, SIX, EIGHT = ",".join(["107"] * 5), ",".join(["107"] * 6), ",".join(["200"] * 8)
-ROUNDS = [FIVE, SIX, EIGHT, "1000", "513", "300,17,33,5,301"]
-"""Lengths of prompts, of which there are more together than captured forwards have room for."""
+ROUNDS = ["107", "1", "64,20,107", FIVE, SIX, EIGHT, "900", "513", "300,17,33,5,301"]
+"""Lengths of prompts. Of most there are more together than captured forwards have room for."""
 
 
 def test_warming_up_compiles_what_is_needed() -> None:
