@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import xml.etree.ElementTree as ET
+import zlib
 from collections.abc import Iterator
 from dataclasses import asdict
 from html import escape
@@ -251,7 +252,9 @@ def test_charts_place_their_points_and_use_the_colours_of_the_page() -> None:
     (ten, twenty, forty) = sorted((y for _, y in dots), reverse=True)
     assert ten - twenty == pytest.approx(50, abs=0.1) and twenty - forty == pytest.approx(100, abs=0.1)
     assert all("var(--series-" in (dot.get("style") or "") for dot in root.iter("circle"))
-    assert line_chart("nothing", "C", {}) == ""
+    assert line_chart("nothing", "C", {}) == line_chart("nothing", "C", {"off": []}) == ""
+    second = line_chart("speed-up", "C", {"off": [], "on": [(1, 2, 2, 2)]})
+    assert "var(--series-1)" in second and "var(--series-0)" not in second and "off" not in second
 
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
@@ -264,7 +267,18 @@ def test_chromium_renders_the_page(tmp_path: Path, scheme: str) -> None:
     store(tmp_path, rates_of(plan), plan)
     (tmp_path / "report.html").write_text(page([tmp_path]), encoding="utf-8")
     shot = tmp_path / "shot.png"
-    dark = ["--force-dark-mode"] if scheme == "dark" else []
-    command = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", *dark, f"--screenshot={shot}"]
+    preferred = f"--blink-settings=preferredColorScheme={int(scheme == 'light')}"
+    command = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", preferred, f"--screenshot={shot}"]
     subprocess.run([*command, (tmp_path / "report.html").as_uri()], check=True, timeout=60, capture_output=True)
     assert shot.stat().st_size > 10_000
+    assert (sum(corner(shot)) > 3 * 200) == (scheme == "light")
+
+
+def corner(png: Path) -> bytes:
+    """The first pixel, which no filter changes."""
+    data, at, packed = png.read_bytes(), 8, b""
+    while at < len(data):
+        length = int.from_bytes(data[at : at + 4], "big")
+        packed += data[at + 8 : at + 8 + length] if data[at + 4 : at + 8] == b"IDAT" else b""
+        at += 12 + length
+    return zlib.decompress(packed)[1:4]

@@ -26,14 +26,16 @@ STYLE = """
 
 
 def line_chart(title: str, x_name: str, series: Mapping[str, Sequence[Point]]) -> str:
-    """One line per series over x; empty where there is nothing to draw."""
+    """One line per series over x, in a colour by its place among them, also by that of empty ones; no chart where there is
+    nothing to draw."""
     points = [point for line in series.values() for point in line]
     if not points:
         return ""
     xs = sorted({point[0] for point in points})
     top = _nice(max(point[3] for point in points))
     column = {x: _LEFT + (index + 0.5) * (_WIDTH - _LEFT - _RIGHT) / len(xs) for index, x in enumerate(xs)}
-    legend = 18 * math.ceil(len(series) / 2)
+    drawn = [(index, name, line) for index, (name, line) in enumerate(series.items()) if line]
+    legend = 18 * math.ceil(len(drawn) / 2)
 
     def row(y: float) -> float:
         return _HEIGHT - _BOTTOM - y / top * (_HEIGHT - _TOP - _BOTTOM)
@@ -50,7 +52,7 @@ def line_chart(title: str, x_name: str, series: Mapping[str, Sequence[Point]]) -
         parts.append(f'<text x="{column[x]:.1f}" y="{_HEIGHT - _BOTTOM + 16}" text-anchor="middle">{x:g}</text>')
     middle = (_LEFT + _WIDTH - _RIGHT) / 2
     parts.append(f'<text x="{middle}" y="{_HEIGHT - 6}" text-anchor="middle">{escape(x_name)}</text>')
-    for index, (name, line) in enumerate(series.items()):
+    for place, (index, name, line) in enumerate(drawn):
         look = f'style="stroke: var(--series-{index % _COLOURS})" stroke-dasharray="{_DASHES[index // _COLOURS % 3]}"'
         path = " ".join(f"{column[x]:.1f},{row(y):.1f}" for x, y, _, _ in sorted(line))
         parts.append(f'<polyline class="line" {look} points="{path}"/>')
@@ -59,7 +61,7 @@ def line_chart(title: str, x_name: str, series: Mapping[str, Sequence[Point]]) -
             parts.append(f'<line class="spread" {look} {ends}/>')
             fill = f'style="fill: var(--series-{index % _COLOURS})"'
             parts.append(f'<circle {fill} cx="{column[x]:.1f}" cy="{row(y):.1f}" r="3"/>')
-        left, base = _LEFT + index % 2 * 200, _HEIGHT + 12 + 18 * (index // 2)
+        left, base = _LEFT + place % 2 * 200, _HEIGHT + 12 + 18 * (place // 2)
         parts.append(f'<line class="line" {look} x1="{left}" x2="{left + 22}" y1="{base - 4}" y2="{base - 4}"/>')
         parts.append(f'<text x="{left + 28}" y="{base}">{escape(name)}</text>')
     return "".join((*parts, "</svg>"))

@@ -235,7 +235,12 @@ def _exactness(matrix: Mapping[str, Any]) -> str:
 
 
 def _charts(summary: Sequence[Row]) -> Iterable[str]:
-    """Over C, a line for each server, configuration and workload."""
+    """Over C, a line for each server, configuration and workload, of the same colour in every chart."""
+    several = len({row["workload"] for row in summary}) > 1
+
+    def name(row: Row) -> str:
+        return " ".join([row["server"], row["configuration"], *([row["workload"]] if several else [])])
+
     for title, get in (
         ("Output window, tok/s", lambda row: row.get("window_throughput")),
         ("Goodput, tok/s", lambda row: row.get("goodput")),
@@ -244,12 +249,10 @@ def _charts(summary: Sequence[Row]) -> Iterable[str]:
         ("ITL, p99, ms", lambda row: row.get("itl_ms.p99")),
         ("Acceptance length", lambda row: row.get("acceptance_length")),
     ):
-        series: dict[str, list[Point]] = {}
-        several = len({row["workload"] for row in summary}) > 1
+        series: dict[str, list[Point]] = {name(row): [] for row in summary}
         for row in summary:
             if value := get(row):
-                name = " ".join([row["server"], row["configuration"], *([row["workload"]] if several else [])])
-                series.setdefault(name, []).append((row["concurrency"], value["median"], value["min"], value["max"]))
+                series[name(row)].append((row["concurrency"], value["median"], value["min"], value["max"]))
         yield line_chart(title, "requests at a time (C)", series)
 
 
