@@ -19,6 +19,7 @@ from paceline.engine.build import EngineParts
 from paceline.engine.decode import verify_forward
 from paceline.engine.engine import Engine
 from paceline.engine.loop import Cancel, EngineLoop, Message, Stop, Submit
+from paceline.engine.memory import IDLE_SECONDS
 from paceline.engine.plan import Round, RoundFailed, RoundResult
 from paceline.engine.rows import sampling_rows
 from paceline.engine.runner import Runner
@@ -498,19 +499,28 @@ def test_the_counters_are_there_before_the_first_request(parts: EngineParts) -> 
 
     run, total = Asked([]), parts.runner.pool.allocator.total
     EngineLoop(parts.runner, parts.scheduler, run, run.hear, coalesce_seconds=0.0).run()
-    assert seen == [(total, total)]
+    assert set(seen) == {(total, total)}
+
+
+def test_an_engine_gives_memory_back_once_it_is_idle(
+    parts: EngineParts, prompts: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, given = Run([Submit(request(parts, "0", prompts[0], 4))]), []
+    monkeypatch.setattr("paceline.engine.loop.give_back_freed_memory", lambda: given.append(dict(run.reasons())))
+    EngineLoop(parts.runner, parts.scheduler, run, run.hear, coalesce_seconds=0.0).run()
+    assert given == [{"0": "length"}] and run.waits[-2:] == [IDLE_SECONDS, None]
 
 
 def test_requests_that_arrive_together_begin_together(parts: EngineParts, prompts: list[tuple[int, ...]]) -> None:
     messages: list[Message] = [Submit(request(parts, name, prompts[0], 2)) for name in ("0", "1", "2")]
     run = serve(parts, messages, window=0.02)
     assert len(run.rounds[0].prefill) == 3
-    assert run.waits[0] is None, "idle: wait for ever"
+    assert run.waits[0] == IDLE_SECONDS, "idle"
     window = [wait for wait in run.waits[1:4] if wait is not None]
     assert window == sorted(window, reverse=True), "the window opens with the first request and is not prolonged"
     assert 0 < window[-1] < window[0] <= 0.02
-    assert set(run.waits[4:-1]) == {0.0}, "a busy engine only looks"
-    assert run.waits[-1] is None
+    assert set(run.waits[4:-2]) == {0.0}, "a busy engine only looks"
+    assert run.waits[-2:] == [IDLE_SECONDS, None], "idle: in the end for ever"
 
 
 def test_a_busy_engine_admits_at_the_next_round(parts: EngineParts, prompts: list[tuple[int, ...]]) -> None:
@@ -532,7 +542,7 @@ class Patient(Run):
     come = False
 
     def get(self, timeout: float | None) -> Message | None:
-        self.come = self.come or timeout is None
+        self.come = self.come or timeout in (None, IDLE_SECONDS)
         if self.come and self.messages:
             self.waits.append(timeout)
             message = self.messages.pop(0)
@@ -567,7 +577,7 @@ def test_an_idle_engine_waits_for_as_many_as_there_were(
 
     EngineLoop(parts.runner, parts.scheduler, run, run.hear, coalesce_seconds=0.5, observe=watch).run()
     assert run.reasons() == dict.fromkeys(arrivals.replace(".", ""), "length")
-    starts = [index for index, wait in enumerate(run.waits) if wait is None]
+    starts = [index for index, wait in enumerate(run.waits) if wait == IDLE_SECONDS]
     busy = [run.waits[start + 1 : end] for start, end in zip(starts, starts[1:], strict=False)]
     assert [sum(wait is not None and wait > 0.1 for wait in period) for period in busy] == waits
     for period in (period for period, long in zip(busy, waits, strict=True) if not long):

@@ -30,6 +30,7 @@ from paceline.bench.script import run
 from paceline.bench.servers import Server, read_servers
 from paceline.bench.soak_answers import Answer, events_in, folded, is_part_of
 from paceline.bench.soak_cases import VERBOSE, Asked, catalogue, refused
+from paceline.engine.memory import IDLE_SECONDS
 
 LANES = 8
 CLIENTS = 20
@@ -372,8 +373,9 @@ def main() -> None:
             for count in (WARM_UP, arguments.requests):
                 soak.run(count, lambda: progress.advance(bar))
                 held.append(server.still_held())
+                time.sleep(IDLE_SECONDS + 1.0)  # then the engine has given back what it keeps for larger rounds
                 memory.append(server.rss_bytes())
-            counters, status = server.counters(), server.exit_status()
+            peak, counters, status = server.peak_rss_bytes(), server.counters(), server.exit_status()
     late = rounds_after_leaving(soak.tally.left, logs / "soak.log", logs / "soak.trace")
     failures = list(soak.tally.failures)
     failures += [{"fault": f"held: {one}"} for one in held if one]
@@ -394,7 +396,7 @@ def main() -> None:
         "kinds": dict(Counter(name for one in asked for name in one.kinds)),
         "seconds": round(time.monotonic() - began, 1),
         "outcomes": dict(sorted(soak.tally.outcomes.items())),
-        "memory_bytes": {"after_warm_up": memory[0], "at_the_end": memory[1]},
+        "memory_bytes": {"after_warm_up": memory[0], "at_the_end": memory[1], "peak": peak},
         "left": late,
         "counters": {
             name: value for name, value in counters.items() if name.startswith("paceline") and "_bucket" not in name

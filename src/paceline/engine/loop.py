@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from paceline.engine.memory import IDLE_SECONDS, give_back_freed_memory
 from paceline.engine.plan import Round, RoundFailed, RoundResult, VerifySpan
 from paceline.engine.runner import Runner
 from paceline.engine.scheduler import Scheduler
@@ -103,7 +104,7 @@ class EngineLoop:
             emissions = self._drain(0.0) + self._compiled()
             self._most = max(self._most, len(self.scheduler.requests()))
             return emissions
-        emissions = self._handle(self.inbox.get(_COMPILING_SECONDS if self._compiling else None)) + self._compiled()
+        emissions = self._handle(self._first()) + self._compiled()
         opened = time.monotonic()
         while not self.scheduler.idle and not self._stopping:
             company = len(self.scheduler.requests())
@@ -114,6 +115,16 @@ class EngineLoop:
             emissions += self._handle(message) + self._compiled()
         self._most = len(self.scheduler.requests()) or self._most
         return emissions
+
+    def _first(self) -> Message | None:
+        """Waited for; None where a structure is being compiled and no message comes meanwhile."""
+        if self._compiling:
+            return self.inbox.get(_COMPILING_SECONDS)
+        message = self.inbox.get(IDLE_SECONDS)
+        if message is None:
+            give_back_freed_memory()
+            message = self.inbox.get(None)
+        return message
 
     def _drain(self, timeout: float) -> list[Emission]:
         emissions: list[Emission] = []
