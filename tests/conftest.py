@@ -65,9 +65,7 @@ def server() -> Iterator[Running]:
 
 @pytest.fixture(scope="module")
 def client(server: Running) -> Iterator[openai.OpenAI]:
-    import openai
-
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0) as client:
+    with _openai(server) as client:
         yield client
 
 
@@ -82,7 +80,11 @@ def demo() -> Iterator[Running]:
 
 @pytest.fixture(scope="session")
 def demo_client(demo: Running) -> Iterator[openai.OpenAI]:
+    with _openai(demo) as client:
+        yield client
+
+
+def _openai(server: Running) -> openai.OpenAI:
     import openai
 
-    with openai.OpenAI(base_url=f"{demo.url}/v1", api_key="unused", max_retries=0) as client:
-        yield client
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0)

@@ -9,7 +9,6 @@ import anthropic
 import httpx
 import openai
 import pydantic
-import pytest
 from scripted import Running
 from test_tools import ASK, CHAT, XML_TEMPLATE
 
@@ -46,27 +45,17 @@ def loose(tool: Any) -> Any:
     return {"type": "function", "function": {**tool["function"], "strict": False}}
 
 
-@pytest.fixture
-def server(demo: Running) -> Running:
-    return demo
-
-
-@pytest.fixture
-def client(demo_client: openai.OpenAI) -> openai.OpenAI:
-    return demo_client
-
-
-def ask(server: Running, **fields: Any) -> dict[str, Any]:
+def ask(demo: Running, **fields: Any) -> dict[str, Any]:
     body = {"messages": POEM, "max_tokens": 80, "temperature": 0.7, "seed": 1, "parallel_tool_calls": False, **fields}
-    response = httpx.post(server.url + CHAT, json=body, timeout=60)
+    response = httpx.post(demo.url + CHAT, json=body, timeout=60)
     assert response.status_code == 200, response.text
     (choice,) = response.json()["choices"]
     return dict(choice)
 
 
-def encoded(server: Running, text: str) -> list[int]:
-    assert server.service.backend is not None
-    return server.service.backend.tokenizer.encode(text)
+def encoded(demo: Running, text: str) -> list[int]:
+    assert demo.service.backend is not None
+    return demo.service.backend.tokenizer.encode(text)
 
 
 def checked(choice: dict[str, Any]) -> list[str]:
@@ -78,14 +67,14 @@ def checked(choice: dict[str, Any]) -> list[str]:
     return [function["name"] for function in functions]
 
 
-def test_the_client_parses_calls(client: openai.OpenAI) -> None:
+def test_the_client_parses_calls(demo_client: openai.OpenAI) -> None:
     """The model calls by itself; what it would say otherwise is the same without the tool's strictness."""
     asked: dict[str, Any] = {"model": "demo", "messages": ASK, "temperature": 0, "max_tokens": 120}
-    (choice,) = client.chat.completions.parse(tools=[QUERY], **asked).choices
+    (choice,) = demo_client.chat.completions.parse(tools=[QUERY], **asked).choices
     assert choice.finish_reason == "tool_calls" and choice.message.tool_calls
     (call,) = choice.message.tool_calls
     assert isinstance(call.function.parsed_arguments, QueryDatabase)
-    with client.chat.completions.stream(tools=[QUERY], **asked) as stream:
+    with demo_client.chat.completions.stream(tools=[QUERY], **asked) as stream:
         done = [event for event in stream if event.type == "tool_calls.function.arguments.done"]
         final = stream.get_final_completion()
     assert [event.parsed_arguments for event in done] == [call.function.parsed_arguments]
@@ -93,56 +82,56 @@ def test_the_client_parses_calls(client: openai.OpenAI) -> None:
     assert streamed.function.arguments == call.function.arguments
 
 
-def test_text_is_as_free_as_without_the_schema(server: Running) -> None:
-    trigger = {str(token): -100 for token in encoded(server, "<tool_call>")}
-    texts = [ask(server, tools=[tool], logit_bias=trigger, max_tokens=30)["message"] for tool in (TURN, loose(TURN))]
+def test_text_is_as_free_as_without_the_schema(demo: Running) -> None:
+    trigger = {str(token): -100 for token in encoded(demo, "<tool_call>")}
+    texts = [ask(demo, tools=[tool], logit_bias=trigger, max_tokens=30)["message"] for tool in (TURN, loose(TURN))]
     assert texts[0] == texts[1] and texts[0]["content"]
 
 
-def test_a_choice_is_kept_with_its_schema(server: Running) -> None:
+def test_a_choice_is_kept_with_its_schema(demo: Running) -> None:
     for tools in ([QUERY, TURN], [loose(QUERY), loose(TURN)]):
-        assert len(checked(ask(server, tools=tools, tool_choice="required"))) == 1
+        assert len(checked(ask(demo, tools=tools, tool_choice="required"))) == 1
         named = {"type": "function", "function": {"name": "turn"}}
-        assert checked(ask(server, tools=tools, tool_choice=named, temperature=1.3)) == ["turn"]
+        assert checked(ask(demo, tools=tools, tool_choice=named, temperature=1.3)) == ["turn"]
 
 
-def test_calls_behind_a_thought_and_in_the_other_form(server: Running) -> None:
-    backend = server.service.backend
+def test_calls_behind_a_thought_and_in_the_other_form(demo: Running) -> None:
+    backend = demo.service.backend
     assert backend is not None and isinstance(backend.template, ChatTemplate)
     thought = "{%- if add_generation_prompt %}{{- '<think>\\n' }}{%- endif %}"
-    trigger = {str(encoded(server, "<tool_call>")[0]): 60}
+    trigger = {str(encoded(demo, "<tool_call>")[0]): 60}
     try:
         for source in (backend.template.source + thought, XML_TEMPLATE):
-            server.service.attach(Backend(backend.handle, backend.tokenizer, ChatTemplate(source)))
+            demo.service.attach(Backend(backend.handle, backend.tokenizer, ChatTemplate(source)))
             thinks = source.endswith(thought)
             asked = {"tools": [TURN]} | ({"thinking_budget": 9} if thinks else {})
             for more in ({"tool_choice": "required"}, {"logit_bias": trigger}):
-                answer = ask(server, **asked, **more)
+                answer = ask(demo, **asked, **more)
                 assert checked(answer) == ["turn"] and bool(answer["message"].get("reasoning_content")) == thinks
     finally:
-        server.service.attach(backend)
+        demo.service.attach(backend)
 
 
-def test_an_answer_of_a_format_or_a_call(server: Running) -> None:
+def test_an_answer_of_a_format_or_a_call(demo: Running) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": [{"ok": True}, {"ok": False}]}}}
-    trigger = {str(encoded(server, "<tool_call>")[0]): -100}
-    said = ask(server, tools=[TURN], response_format=form, logit_bias=trigger)
+    trigger = {str(encoded(demo, "<tool_call>")[0]): -100}
+    said = ask(demo, tools=[TURN], response_format=form, logit_bias=trigger)
     assert said["finish_reason"] == "stop" and json.loads(said["message"]["content"])["ok"] in (True, False)
-    assert checked(ask(server, tools=[TURN], response_format=form, logit_bias=dict.fromkeys(trigger, 60)))
-    assert checked(ask(server, tools=[TURN], response_format=form, tool_choice="required"))
+    assert checked(ask(demo, tools=[TURN], response_format=form, logit_bias=dict.fromkeys(trigger, 60)))
+    assert checked(ask(demo, tools=[TURN], response_format=form, tool_choice="required"))
 
 
-def test_responses_and_messages(server: Running, client: openai.OpenAI) -> None:
-    answer = client.responses.create(
+def test_responses_and_messages(demo: Running, demo_client: openai.OpenAI) -> None:
+    answer = demo_client.responses.create(
         model="demo", input=ASK, tools=[flat(QUERY)], temperature=0, max_output_tokens=120, tool_choice="required"
     )
     for item in answer.output:
         assert item.type == "function_call"
         QueryDatabase.model_validate_json(item.arguments)
-    parsed = client.responses.parse(model="demo", input=ASK, tools=[QUERY], temperature=0, max_output_tokens=120)
+    parsed = demo_client.responses.parse(model="demo", input=ASK, tools=[QUERY], temperature=0, max_output_tokens=120)
     assert [type(getattr(item, "parsed_arguments", None)) for item in parsed.output] == [QueryDatabase]
     tool: Any = {"name": "turn", "input_schema": TURN["function"]["parameters"], "strict": True}
-    with anthropic.Anthropic(base_url=server.url, api_key="unused", max_retries=0) as other:
+    with anthropic.Anthropic(base_url=demo.url, api_key="unused", max_retries=0) as other:
         asked: dict[str, Any] = {"model": "demo", "max_tokens": 120, "messages": POEM, "tools": [tool]}
         message = other.messages.create(tool_choice={"type": "any"}, extra_body={"temperature": 0.7, "seed": 3}, **asked)
         assert message.stop_reason == "tool_use"
@@ -154,10 +143,10 @@ def test_responses_and_messages(server: Running, client: openai.OpenAI) -> None:
         assert block.type == "tool_use" and Turn.model_validate(block.input)
 
 
-def test_what_cannot_be_kept_names_its_field(server: Running) -> None:
+def test_what_cannot_be_kept_names_its_field(demo: Running) -> None:
     def refused(path: str = CHAT, **fields: Any) -> str:
         body = {"messages": POEM, "max_tokens": 8, **fields}
-        response = httpx.post(server.url + path, json=body, timeout=60)
+        response = httpx.post(demo.url + path, json=body, timeout=60)
         assert response.status_code == 400, response.text
         error = response.json()["error"]
         return str(error["message"] if path != CHAT else error["param"])
@@ -176,12 +165,12 @@ def test_what_cannot_be_kept_names_its_field(server: Running) -> None:
     assert "tools[0].input_schema" in refused(
         "/v1/messages", tools=[{"name": "f", "input_schema": {**unique, "not": {}}, "strict": True}]
     )
-    backend = server.service.backend
+    backend = demo.service.backend
     assert backend is not None
-    server.service.attach(Backend(backend.handle, backend.tokenizer, ChatTemplate("{{ messages }} {{ tools }}")))
+    demo.service.attach(Backend(backend.handle, backend.tokenizer, ChatTemplate("{{ messages }} {{ tools }}")))
     try:
         assert refused(tools=[loose(QUERY), TURN]) == "tools[1].function.strict"
         assert refused(tools=[TURN], tool_choice="required") == "tool_choice"
         assert refused(tools=[loose(QUERY)], response_format={"type": "json_object"}) == "response_format"
     finally:
-        server.service.attach(backend)
+        demo.service.attach(backend)

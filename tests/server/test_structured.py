@@ -32,33 +32,23 @@ class Person(pydantic.BaseModel):
     alive: bool | None
 
 
-@pytest.fixture
-def server(demo: Running) -> Running:
-    return demo
-
-
-@pytest.fixture
-def client(demo_client: openai.OpenAI) -> openai.OpenAI:
-    return demo_client
-
-
-def content(server: Running, **fields: Any) -> str:
+def content(demo: Running, **fields: Any) -> str:
     body = {"messages": ASK, "max_tokens": 120, "temperature": 0.8, "seed": 5, **fields}
-    (choice,) = httpx.post(server.url + CHAT, json=body, timeout=60).raise_for_status().json()["choices"]
+    (choice,) = httpx.post(demo.url + CHAT, json=body, timeout=60).raise_for_status().json()["choices"]
     assert choice["finish_reason"] == "stop"
     said: str = choice["message"]["content"]
     return said
 
 
-def refused(server: Running, **fields: Any) -> tuple[str, str]:
-    response = httpx.post(server.url + CHAT, json={"messages": ASK, "max_tokens": 8, **fields}, timeout=60)
+def refused(demo: Running, **fields: Any) -> tuple[str, str]:
+    response = httpx.post(demo.url + CHAT, json={"messages": ASK, "max_tokens": 8, **fields}, timeout=60)
     assert response.status_code == 400, response.text
     return response.json()["error"]["param"], response.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_the_client_parses_a_model(client: openai.OpenAI, temperature: float) -> None:
-    answer = client.chat.completions.parse(
+def test_the_client_parses_a_model(demo_client: openai.OpenAI, temperature: float) -> None:
+    answer = demo_client.chat.completions.parse(
         model="demo", messages=ASK, response_format=Person, temperature=temperature, seed=2, max_tokens=150
     )
     (choice,) = answer.choices
@@ -67,10 +57,10 @@ def test_the_client_parses_a_model(client: openai.OpenAI, temperature: float) ->
     assert list(json.loads(choice.message.content)) == ["name", "code", "pets", "alive"]
 
 
-def test_a_stream_is_the_same_answer(client: openai.OpenAI) -> None:
+def test_a_stream_is_the_same_answer(demo_client: openai.OpenAI) -> None:
     asked: dict[str, Any] = {"model": "demo", "messages": ASK, "temperature": 0.7, "seed": 2, "max_tokens": 150}
-    whole = client.chat.completions.parse(response_format=Person, **asked)
-    with client.chat.completions.stream(response_format=Person, **asked) as stream:
+    whole = demo_client.chat.completions.parse(response_format=Person, **asked)
+    with demo_client.chat.completions.stream(response_format=Person, **asked) as stream:
         for _ in stream:
             pass
         final = stream.get_final_completion()
@@ -78,7 +68,7 @@ def test_a_stream_is_the_same_answer(client: openai.OpenAI) -> None:
     assert final.choices[0].message.content == whole.choices[0].message.content
 
 
-def test_every_form_is_followed(server: Running) -> None:
+def test_every_form_is_followed(demo: Running) -> None:
     schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
     for fields in (
         {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": False}}},
@@ -86,20 +76,20 @@ def test_every_form_is_followed(server: Running) -> None:
         {"structured_outputs": {"json": schema}},
         {"structured_outputs": {"json": json.dumps(schema)}},
     ):
-        assert json.loads(content(server, **fields)) in ({"a": 1}, {"a": 2})
-    assert isinstance(json.loads(content(server, response_format={"type": "json_object"}, temperature=0)), dict)
-    assert isinstance(json.loads(content(server, structured_outputs={"json_object": True}, temperature=0)), dict)
-    assert content(server, structured_outputs={"choice": ["red", "green"]}) in ("red", "green")
-    assert re.fullmatch(r"\d{3}-[a-f]{2}", content(server, structured_outputs={"regex": r"\d{3}-[a-f]{2}"}))
+        assert json.loads(content(demo, **fields)) in ({"a": 1}, {"a": 2})
+    assert isinstance(json.loads(content(demo, response_format={"type": "json_object"}, temperature=0)), dict)
+    assert isinstance(json.loads(content(demo, structured_outputs={"json_object": True}, temperature=0)), dict)
+    assert content(demo, structured_outputs={"choice": ["red", "green"]}) in ("red", "green")
+    assert re.fullmatch(r"\d{3}-[a-f]{2}", content(demo, structured_outputs={"regex": r"\d{3}-[a-f]{2}"}))
     grammar = 'root ::= "<" [a-z]{2,9} ">"'
-    assert re.fullmatch("<[a-z]{2,9}>", content(server, structured_outputs={"grammar": grammar}))
-    assert content(server, structured_outputs={"choice": ["<think>x"]}) == "<think>x", "no thought, but the answer"
-    free = content(server, response_format={"type": "text"}, temperature=0)
-    assert free == content(server, temperature=0, structured_outputs={"json_object": False})
+    assert re.fullmatch("<[a-z]{2,9}>", content(demo, structured_outputs={"grammar": grammar}))
+    assert content(demo, structured_outputs={"choice": ["<think>x"]}) == "<think>x", "no thought, but the answer"
+    free = content(demo, response_format={"type": "text"}, temperature=0)
+    assert free == content(demo, temperature=0, structured_outputs={"json_object": False})
 
 
-def test_completions_too_with_their_logprobs(client: openai.OpenAI) -> None:
-    answer = client.completions.create(
+def test_completions_too_with_their_logprobs(demo_client: openai.OpenAI) -> None:
+    answer = demo_client.completions.create(
         model="demo",
         prompt="Is it? ",
         n=3,
@@ -113,18 +103,18 @@ def test_completions_too_with_their_logprobs(client: openai.OpenAI) -> None:
         assert choice.logprobs.token_logprobs[0] < -1.0, "of the model's own distribution"
 
 
-def test_what_cannot_be_followed_names_its_field(server: Running) -> None:
+def test_what_cannot_be_followed_names_its_field(demo: Running) -> None:
     def of_schema(schema: object) -> dict[str, Any]:
         return {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}}
 
     where = "response_format.json_schema.schema"
-    assert refused(server, **of_schema({"type": "foo"})) == (
+    assert refused(demo, **of_schema({"type": "foo"})) == (
         where,
         f"{where}: the JSON schema cannot be used: Invalid type: foo",
     )
     bad_schemas: list[dict[str, Any]] = [{"not": {}}, {"$ref": "file:///etc/passwd"}, {"enum": []}, {"properties": 7}]
     for schema in bad_schemas:
-        assert refused(server, **of_schema(schema))[0] == where
+        assert refused(demo, **of_schema(schema))[0] == where
     for kind, bad in (
         ("regex", "("),
         ("regex", r"[^\s\S]"),
@@ -132,17 +122,17 @@ def test_what_cannot_be_followed_names_its_field(server: Running) -> None:
         ("grammar", "root ::= root"),
         ("json", "{"),
     ):
-        assert refused(server, structured_outputs={kind: bad})[0] == f"structured_outputs.{kind}"
-    assert refused(server, tools=[QUERY], structured_outputs={"regex": "a"})[0] == "structured_outputs.regex"
+        assert refused(demo, structured_outputs={kind: bad})[0] == f"structured_outputs.{kind}"
+    assert refused(demo, tools=[QUERY], structured_outputs={"regex": "a"})[0] == "structured_outputs.regex"
     both = {"tools": [QUERY], "response_format": {"type": "json_object"}}
-    assert content(server, **both, tool_choice="none", temperature=0).startswith("{")
-    assert refused(server, response_format={"type": "json_object"}, ignore_eos=True)[0] == "ignore_eos"
-    assert content(server, structured_outputs={"choice": ["ok"]}) == "ok", "the next one does not notice"
+    assert content(demo, **both, tool_choice="none", temperature=0).startswith("{")
+    assert refused(demo, response_format={"type": "json_object"}, ignore_eos=True)[0] == "ignore_eos"
+    assert content(demo, structured_outputs={"choice": ["ok"]}) == "ok", "the next one does not notice"
 
 
-def test_the_answer_behind_a_thought_fits(server: Running) -> None:
+def test_the_answer_behind_a_thought_fits(demo: Running) -> None:
     """Templates that open thoughts, as Qwen3.5's, that know them, as Qwen3's, and that end them at once."""
-    backend = server.service.backend
+    backend = demo.service.backend
     assert backend is not None and isinstance(backend.template, ChatTemplate)
     (end,), (begin,) = backend.tokenizer.encode("</think>"), backend.tokenizer.encode("<think>")
 
@@ -150,9 +140,9 @@ def test_the_answer_behind_a_thought_fits(server: Running) -> None:
 
     def said(ending: str, **fields: Any) -> dict[str, Any]:
         template = ChatTemplate(source + "{%- if add_generation_prompt %}{{- '" + ending + "' }}{%- endif %}{# <think> #}")
-        server.service.attach(Backend(backend.handle, backend.tokenizer, template))
+        demo.service.attach(Backend(backend.handle, backend.tokenizer, template))
         body = {"messages": ASK, "max_tokens": 150, "seed": 3, "structured_outputs": {"regex": "[ab]{4}"}, **fields}
-        (choice,) = httpx.post(server.url + CHAT, json=body, timeout=60).raise_for_status().json()["choices"]
+        (choice,) = httpx.post(demo.url + CHAT, json=body, timeout=60).raise_for_status().json()["choices"]
         assert choice["finish_reason"] == "stop"
         message: dict[str, Any] = choice["message"]
         return message
@@ -169,4 +159,4 @@ def test_the_answer_behind_a_thought_fits(server: Running) -> None:
         ended = said("<think>\\n\\n</think>\\n\\n", logit_bias={str(begin): 30})
         assert re.fullmatch("[ab]{4}", ended["content"]) and not ended.get("reasoning_content")
     finally:
-        server.service.attach(backend)
+        demo.service.attach(backend)

@@ -65,9 +65,7 @@ def _error(value: Value) -> str | None:
 def _of_choices(values: Sequence[Value], error: str | None) -> Answer:
     choices: dict[int, Value] = {}
     for part in (part for value in values for part in value.get("choices", ())):
-        one = choices.setdefault(
-            part["index"], {"text": "", "thought": "", "calls": [], "ids": [], "scores": {}, "end": None}
-        )
+        one = choices.setdefault(part["index"], _nothing())
         said = part.get("delta") or part.get("message") or part
         one["text"] += said.get("content") or said.get("text") or ""
         one["thought"] += said.get("reasoning_content") or ""

@@ -140,17 +140,17 @@ def _needs(found: Description) -> list[tuple[str, str]]:
 
 def _pair(target: Description, drafter: Description) -> list[tuple[str, str]]:
     from paceline.engine.capacity import state_line
-    from paceline.weights.load import check_pair, open_drafter, open_target
+    from paceline.weights.load import check_pair
 
     lines = [("pair", f"{target.path.name} with {drafter.path.name}")]
+    assert target.checkpoint is not None and drafter.checkpoint is not None, "without problems"
     try:
-        check_pair(open_target(target.path), open_drafter(drafter.path))
+        check_pair(target.checkpoint, drafter.checkpoint)
     except LoadError as error:
         return [*lines, ("cannot be run", error.message)]
-    assert isinstance(target.config, TargetConfig) and isinstance(drafter.config, DrafterConfig)
     return [
         *lines,
-        ("state", state_line(_shape(target.config, drafter.config))),
+        ("state", state_line(_shape(target.checkpoint.config, drafter.checkpoint.config))),
         ("start it", f"paceline serve {target.path} --draft {drafter.path}"),
     ]
 

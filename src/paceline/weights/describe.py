@@ -35,14 +35,22 @@ class Description:
     architecture: str
     name: str | None
     role: Literal["target", "drafter"] | None
-    config: TargetConfig | DrafterConfig | None
+    checkpoint: Checkpoint[Any] | None
     problems: tuple[str, ...]
     parameters: int
     types: tuple[TypeUse, ...]
     weight_bytes: int
-    ignored: tuple[str, ...]
     vocab_tokens: int | None
     has_chat_template: bool
+
+    @property
+    def config(self) -> TargetConfig | DrafterConfig | None:
+        return self.checkpoint.config if self.checkpoint else None
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """Tensors that are not used."""
+        return self.checkpoint.ignored if self.checkpoint else ()
 
 
 def describe(path: str | Path) -> Description:
@@ -55,20 +63,18 @@ def describe(path: str | Path) -> Description:
     text_problems = problems if role == "target" else []
     tokenizer = _attempt(file.tokenizer, text_problems)
     template = _attempt(file.chat_template, text_problems)
-    ignored = checkpoint.ignored if checkpoint else ()
-    config = checkpoint.config if checkpoint else None
+    ignored = set(checkpoint.ignored if checkpoint else ())
     return Description(
         path=file.path,
         paths=file.paths,
         architecture=file.architecture,
         name=file.metadata.get("general.name"),
         role=role,
-        config=config,
+        checkpoint=checkpoint,
         problems=tuple(problems),
         parameters=sum(math.prod(tensor.shape) for tensor in file.tensors.values()),
         types=_types(file),
-        weight_bytes=sum(tensor.nbytes for name, tensor in file.tensors.items() if name not in set(ignored)),
-        ignored=ignored,
+        weight_bytes=sum(tensor.nbytes for name, tensor in file.tensors.items() if name not in ignored),
         vocab_tokens=tokenizer.vocab_size if tokenizer else None,
         has_chat_template=template is not None,
     )
