@@ -165,6 +165,7 @@ class EngineOptions:
     threads: int | None = None
     cuda_graphs: bool = True
     run_ahead: bool = True
+    prompts_beside: bool = True
     expand_weights: bool = True
     nvtx: bool = False
     spec_synth_len: float | None = None
@@ -204,7 +205,11 @@ class EngineOptions:
             ("text", (str,), ("target", "drafter", "device", "model_name")),
             ("an integer", (int,), tuple(_LOWEST)),
             ("a number", (int, float), ("admission_coalesce_ms", "spec_synth_len", "itl_budget_ms")),
-            ("True or False", (bool,), ("speculation", "cuda_graphs", "run_ahead", "expand_weights", "nvtx")),
+            (
+                "True or False",
+                (bool,),
+                ("speculation", "cuda_graphs", "run_ahead", "prompts_beside", "expand_weights", "nvtx"),
+            ),
         ):
             for name in names:
                 value = getattr(self, name)

@@ -61,7 +61,7 @@ def zeroed(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     return made
 
 
-def not_captured(self: Graphs, forward: Callable[[], None]) -> tuple[Any, float]:
+def not_captured(self: Graphs, forward: Callable[[], None], memory: Any) -> tuple[Any, float]:
     forward()
     return SimpleNamespace(replay=forward), 1.0
 

@@ -167,7 +167,15 @@ class Workbench:
         graphs = Graphs(target, drafter, pool) if case.cuda_graphs and pool.device.type == "cuda" else None
         arithmetic = describe(options)
         info = replace(loaded.info, arithmetic=arithmetic, fingerprint=fingerprint(arithmetic), max_concurrency=case.lanes)
-        runner = Runner(target, drafter, pool, graphs=graphs, structures=loaded.runner.structures, run_ahead=case.run_ahead)
+        runner = Runner(
+            target,
+            drafter,
+            pool,
+            graphs=graphs,
+            structures=loaded.runner.structures,
+            run_ahead=case.run_ahead,
+            prompts_beside=case.prompts_beside,
+        )
         return EngineParts(runner, scheduler, info)
 
     def _drafter(self, case: Case, loaded: EngineParts, references: Mapping[str, Answers]) -> Drafter:

@@ -47,6 +47,7 @@ class Case:
     threads: int = 2
     cuda_graphs: bool = True
     run_ahead: bool = True
+    prompts_beside: bool = True
     draft_swa: int | None = None
     draft_block_size: int | None = None
     draft_policy: DraftPolicy = "fixed"
@@ -175,6 +176,7 @@ def _drafting(part: Case) -> list[Case]:
     ]
     cases += [
         replace(part, name="on, 6 lanes, nothing run ahead", run_ahead=False, keeps_of=part.name),
+        replace(part, name="on, 6 lanes, no prompts beside, neighbours", prompts_beside=False, neighbours=True),
         replace(part, name="on, 6 lanes, drafts vary by round", vary=True),
         replace(part, name="on, 6 lanes, every other request plain", mixed=True),
         replace(part, name="on, 6 lanes, drafts vary, neighbours", vary=True, mixed=True, neighbours=True),

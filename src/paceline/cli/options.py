@@ -132,6 +132,14 @@ RunAhead = Annotated[
         "do not depend on it.",
     ),
 ]
+PromptsBeside = Annotated[
+    bool,
+    typer.Option(
+        "--prompts-beside/--no-prompts-beside",
+        help="Read prompts on a stream of their own, beside the lanes that decode (GPU only, with graphs). Tokens do not "
+        "depend on it.",
+    ),
+]
 ExpandWeights = Annotated[
     bool,
     typer.Option(

@@ -37,6 +37,10 @@ class DraftsAhead:
     spans: tuple[tuple[int, VerifySpan], ...]
     _rows: dict[_Place, int] = field(default_factory=dict)
 
+    @property
+    def requests(self) -> set[str]:
+        return {span.request.id for _, span in self.spans}
+
     def settle(self, kept: Sequence[tuple[int, ...]]) -> None:
         """Learn what each span of the round has yielded."""
         for row, (index, span) in enumerate(self.spans):
@@ -62,6 +66,10 @@ class VerifyAhead:
     logits: Tensor
     spans: tuple[VerifySpan, ...]
     pages: tuple[int, ...]
+
+    @property
+    def requests(self) -> set[str]:
+        return {span.request.id for span in self.spans}
 
     def settle(self, kept: Sequence[tuple[int, ...]]) -> None:
         self.spans = tuple(replace(span, anchor=tokens[-1]) for span, tokens in zip(self.spans, kept, strict=True))

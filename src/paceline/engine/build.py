@@ -120,6 +120,7 @@ def build(options: EngineOptions, drafter: Drafter | None = None) -> EngineParts
         structures=Structures(compiler),
         synthetic=_synthetic(options, drafter),
         run_ahead=options.run_ahead,
+        prompts_beside=options.prompts_beside,
         nvtx=options.nvtx,
     )
     if device.type == "cuda":

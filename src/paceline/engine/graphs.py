@@ -2,8 +2,9 @@
 
 Captured and not, it is the same functions on the same kernels. A verify graph is for so many rows and spans, a draft graph
 for so many lanes, a prefill graph for short prompts; what is missing is padding, which is of a lane and a page of nobody.
-All graphs share their memory. A graph may overwrite what one captured before it has left, unless that is still held; so the
-three kinds are captured in such an order that what the commit reads of a round's verify and prefill forwards is safe.
+Graphs of verify and draft forwards share their memory: one may overwrite what another captured before it has left, unless
+that is still held, and what the commit reads of a round's verify forward is held. Those of prompts may run beside them and
+have memory of their own.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,7 +61,7 @@ class Graphs:
         self._span_buckets = span_buckets(pool.shape.lanes)
         shapes = decode_shapes(pool.shape.lanes, block)
         drafted = self._span_buckets if isinstance(drafter, DFlashDrafter) else ()
-        self._memory = torch.cuda.graph_pool_handle()
+        self._memory, self._prompt_memory = torch.cuda.graph_pool_handle(), torch.cuda.graph_pool_handle()
         vocab = target.config.vocab_size
         self._logits = torch.empty(max(shape.rows for shape in shapes), vocab, device=pool.device)
         self._verify: dict[int, list[CapturedVerify]] = {}
@@ -122,7 +124,7 @@ class Graphs:
         def forward() -> None:
             logits.copy_(verify_forward(self._target, self._drafter, tokens, inputs.half.afresh()))
 
-        graph, seconds = self._captured(forward)
+        graph, seconds = self._captured(forward, self._memory)
         return CapturedVerify(shape, graph, seconds, packed, inputs, tokens, logits, pool.spare_lane)
 
     def _capture_draft(self, drafter: DFlashDrafter, lanes: int) -> CapturedDraft:
@@ -138,7 +140,7 @@ class Graphs:
         def forward() -> None:
             drafts.copy_(drafter.forward(replace(inputs, batch=inputs.batch.without_plans()), views))
 
-        graph, seconds = self._captured(forward)
+        graph, seconds = self._captured(forward, self._memory)
         return CapturedDraft(drafter, lanes, graph, seconds, packed, inputs, drafts, pool.spare_lane)
 
     def _capture_prefill(self, shape: PromptShape) -> CapturedPrefill:
@@ -154,16 +156,16 @@ class Graphs:
             afresh = replace(inputs.half, batch=replace(batch, plans=dict(chunks)))
             hidden[:] = [prefill_forward(self._target, self._drafter, replace(inputs, half=afresh))]
 
-        graph, _ = self._captured(forward)
+        graph, _ = self._captured(forward, self._prompt_memory)
         return CapturedPrefill(shape, graph, packed, inputs, hidden[0], pool.spare_lane)
 
-    def _captured(self, forward: Callable[[], None]) -> tuple[torch.cuda.CUDAGraph, float]:
+    def _captured(self, forward: Callable[[], None], memory: Any) -> tuple[torch.cuda.CUDAGraph, float]:
         """The graph, and seconds per run. The first call compiles what has to be compiled."""
         forward()
         torch.cuda.synchronize(self._pool.device)
         graph = torch.cuda.CUDAGraph()
         # what other threads do on their streams is no part of it: another engine may be running
-        with nothing_collected(), torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
+        with nothing_collected(), torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):
             forward()
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         graph.replay()

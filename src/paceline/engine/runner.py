@@ -20,6 +20,7 @@ from torch import Tensor
 
 from paceline.accept import Verdict, accept
 from paceline.engine.ahead import DraftsAhead, VerifyAhead, run_ahead
+from paceline.engine.beside import Beside
 from paceline.engine.decode import DecodeInputs, decode_inputs, verify_forward
 from paceline.engine.drafting import Drafter
 from paceline.engine.graphs import Graphs
@@ -53,14 +54,17 @@ class Runner:
         structures: Structures | None = None,
         synthetic: SyntheticAcceptance | None = None,
         run_ahead: bool = False,
+        prompts_beside: bool = False,
         nvtx: bool = False,
     ) -> None:
         """``graphs`` are captured decode forwards, run where one fits; ``structures`` are of requests that have one;
         ``synthetic`` replaces acceptance, in benchmarks only; ``run_ahead``: where a round says so, and there are graphs,
-        begin the next one before its results are read; ``nvtx`` marks the stages of a round for a profiler."""
+        begin the next one before its results are read; ``prompts_beside``: where there are graphs, read prompts on a
+        stream of their own; ``nvtx`` marks the stages of a round for a profiler."""
         self.target, self.drafter, self.pool = target, drafter, pool
         self.graphs, self.structures, self.synthetic, self.nvtx = graphs, structures, synthetic, nvtx
         self.run_ahead = run_ahead and graphs is not None
+        self._beside = Beside(pool.device) if prompts_beside and graphs is not None else None
         self._begun: _Begun | None = None
 
     @property
@@ -84,7 +88,8 @@ class Runner:
             self.structures.begin([*(span.request for span in round.verify), *(span.request for span in round.prefill)])
         try:
             spans = [*(_verify_rows(span, ahead) for span in round.verify), *map(_prompt_rows, round.prefill)]
-            txn = self.pool.begin(spans, [LaneFork(fork.source, fork.lane) for fork in round.forks], packed=False)
+            with self._first(round, begun):
+                txn = self.pool.begin(spans, [LaneFork(fork.source, fork.lane) for fork in round.forks], packed=False)
             scores = Scores()
             with clock.stage("draft"):
                 drafts = self._draft(round.verify, begun, clock)
@@ -95,11 +100,15 @@ class Runner:
             with clock.stage("commit"):
                 results = _joined(round, verdict, first, (broken, broken_first), scores)
                 self.pool.apply(txn, verdict.keep)
+                if self._beside is not None:
+                    self._beside.committed()
         except Exception as cause:
             if txn is not None:
                 self.pool.abort(txn)
             if isinstance(cause, torch.AcceleratorError):
                 raise  # the device is lost, and with it the state of every lane: the engine ends
+            if self._beside is not None:
+                self._beside.wait_for_all()
             traceback.clear_frames(cause.__traceback__)  # they hold the round's tensors, and another try needs the memory
             raise RoundFailed(clock.current, cause) from cause
         arriving = Arriving(results)
@@ -112,6 +121,18 @@ class Runner:
         if self._begun is not None:
             self._begun.work.settle(result.verify)
         return replace(result, times=clock.times())
+
+    @contextmanager
+    def _first(self, round: Round, begun: _Begun | None) -> Iterator[None]:
+        """What is sent to the device before the forwards. The prompts need not wait for what was run ahead of this round,
+        unless it was of a lane that is gone: that wrote to places which may have become a prompt's."""
+        if self._beside is None or not round.prefill:
+            yield
+            return
+        if begun is not None and not begun.work.requests <= {span.request.id for span in round.verify}:
+            self._beside.wait_for_all()
+        with self._beside.behind_commit():
+            yield
 
     def _run_ahead(self, round: Round, verdict: Verdict) -> None:
         assert self.graphs is not None
@@ -217,12 +238,13 @@ class Runner:
         spans, none = round.prefill, torch.zeros(0, dtype=torch.long, device=self.pool.device)
         if not spans:
             return none, none
-        captured = self.graphs.prefill(spans) if self.graphs else None
-        if captured is not None:
-            inputs, hidden = captured.inputs, captured.run()
-        else:
-            inputs = prompt_inputs(spans, self.pool)
-            hidden = prefill_forward(self.target, self.drafter, inputs)
+        with self._beside.other() if self._beside else nullcontext():
+            captured = self.graphs.prefill(spans) if self.graphs else None
+            if captured is not None:
+                inputs, hidden = captured.inputs, captured.run()
+            else:
+                inputs = prompt_inputs(spans, self.pool)
+                hidden = prefill_forward(self.target, self.drafter, inputs)
         txn.prefill = inputs.half
         ends = np.cumsum([span.length for span in spans])
         for span, end in zip(spans, ends, strict=True):
