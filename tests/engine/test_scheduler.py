@@ -519,8 +519,10 @@ def test_the_policy_is_asked_and_taught() -> None:
     bench.round()
     assert (policy.asked, policy.told) == ([], [([], None)])
     round = bench.scheduler.plan()
-    assert policy.asked == [[LaneDrafts("greedy", 3, False), LaneDrafts("drawn", 7, True), LaneDrafts("plain", 0, False)]]
-    assert [span.drafts for span in round.verify] == [2, 2, 0]
+    now, behind = policy.asked
+    assert now == [LaneDrafts("greedy", 3, False), LaneDrafts("drawn", 7, True), LaneDrafts("plain", 0, False)]
+    assert behind == [LaneDrafts("greedy", 2, False), LaneDrafts("drawn", 7, True), LaneDrafts("plain", 0, False)]
+    assert [span.drafts for span in round.verify] == [2, 2, 0] and round.following == (2, 2, 0)
     result = replace(bench.model.run(round, [2, 1, 0]), times=RoundTimes(draft=1.0, verify=2.0, commit=0.5, prefill=0.1))
     bench.hear(bench.scheduler.apply(round, result))
     outcomes = [LaneOutcome("greedy", False, 2, 2), LaneOutcome("drawn", True, 2, 1), LaneOutcome("plain", False, 0, 0)]
@@ -529,6 +531,39 @@ def test_the_policy_is_asked_and_taught() -> None:
     assert policy.gone == ["greedy"]
     bench.hear(bench.scheduler.cancel("drawn"))
     assert policy.gone == ["greedy", "drawn"]
+
+
+def test_what_follows_is_planned_with_the_round_and_kept() -> None:
+    """The forward of the next round may be begun; who asks the policy once more would have it thrown away."""
+    bench, policy = Bench(lanes=3), Scripted()
+    bench.scheduler.policy = policy
+    bench.scheduler.add(request("short", 4, 4))
+    bench.scheduler.add(request("long", 4, 40))
+    bench.round()
+    for right, drafts, following in ((0, [2, 2], (1, 2)), (0, [1, 2], (0, 2)), (2, [2], (2,)), (1, [2], (2,))):
+        asked = len(policy.asked)
+        round = bench.scheduler.plan()
+        assert ([span.drafts for span in round.verify], round.following) == (drafts, following)
+        assert len(policy.asked) == asked + 1 + (asked == 0)
+        bench.hear(bench.scheduler.apply(round, bench.model.run(round, [right] * len(round.verify))))
+        if drafts == [1, 2]:
+            bench.hear(bench.scheduler.cancel("short"))
+    bench.scheduler.add(request("new", 4, 40))
+    round = bench.scheduler.plan()
+    assert round.prefill and round.following is None, "somebody joins"
+    bench.hear(bench.scheduler.apply(round, bench.model.run(round, [0])))
+    asked = len(policy.asked)
+    assert len(bench.scheduler.plan().verify) == 2 and len(policy.asked) == asked + 2, "and is planned for"
+
+
+@pytest.mark.parametrize(("left", "follows"), [(2, False), (3, False), (4, True)])
+def test_nothing_follows_where_everybody_may_end(left: int, follows: bool) -> None:
+    bench = Bench(lanes=2)
+    bench.scheduler.policy = Scripted()
+    bench.scheduler.add(request("a", 4, left + 1))
+    bench.scheduler.add(request("b", 4, left + 1))
+    bench.round()
+    assert (bench.scheduler.plan().following is not None) == follows
 
 
 def test_times_beside_a_prompt_teach_nothing() -> None:

@@ -61,7 +61,7 @@ def zeroed(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     return made
 
 
-def not_captured(self: Graphs, forward: Callable[[], None], memory: Any) -> tuple[Any, float]:
+def not_captured(self: Graphs, forward: Callable[[], None], capture: Any) -> tuple[Any, float]:
     forward()
     return SimpleNamespace(replay=forward), 1.0
 
@@ -73,6 +73,7 @@ def as_on_a_gpu() -> None:
         (torch.cuda, "mem_get_info", lambda device: (0, 0)),
         (torch.cuda, "synchronize", lambda device: None),
         (torch.cuda, "graph_pool_handle", lambda: None),
+        (torch.cuda, "Stream", lambda device, priority=0: None),
         (Graphs, "_captured", not_captured),
         (products, "_multiply_panel", lambda *panel: None),
         (products, "_heights", lambda *shape: (128, 256, 384, 512)),
@@ -93,7 +94,7 @@ def decode(runner: Runner, lengths: list[int]) -> None:
     runner.run(Round((), tuple(spans)))
     for drafts in (7, 7, 3, 0, 0):
         verify = [VerifySpan(span.request, span.lane, runner.pool.committed(span.lane), 5, drafts) for span in spans]
-        runner.run(Round(tuple(verify), (), ahead=True))
+        runner.run(Round(tuple(verify), (), following=(drafts,) * len(verify)))
     for span in spans:
         pool.release(span.lane)
 

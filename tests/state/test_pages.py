@@ -25,13 +25,12 @@ def test_the_dummy_page_is_never_handed_out() -> None:
     assert DUMMY_PAGE not in PageAllocator(5).take(5)
 
 
-def test_the_same_pages_are_taken_again() -> None:
-    """A round that is run again writes where it wrote before."""
+def test_what_has_been_free_longest_is_taken_first() -> None:
     allocator = PageAllocator(8)
-    allocator.take(2)
-    pages = allocator.take(3)
-    allocator.give_back(pages)
-    assert allocator.take(3) == pages
+    first, second = allocator.take(2), allocator.take(3)
+    allocator.give_back(first)
+    allocator.give_back(second)
+    assert allocator.take(8) == [6, 7, 8, *first, *second]
 
 
 def test_taking_more_than_there_is_is_our_own_mistake() -> None:

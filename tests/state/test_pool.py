@@ -191,6 +191,8 @@ def assert_holds(pool: StatePool, lane: int, sequence: Sequence) -> None:
     """The lane's committed state is the sequence's, to the bit, as the next round's forwards would see it."""
     n, rows = sequence.committed, sequence.rows
     assert pool.committed(lane) == n
+    if n == 0:  # nothing is in state before the first round
+        return
     assert torch.equal(pool.gdn[:, lane], sequence.state)
     assert torch.equal(pool.history[:, lane], sequence.history())
     if n == sequence.total or n < sequence.prompt:
@@ -398,6 +400,8 @@ def test_a_new_lane_is_empty_and_a_full_pool_admits_nobody() -> None:
     lane, _ = prefilled(pool, 64)
     pool.release(lane)
     assert pool.admit(50) == lane and pool.committed(lane) == 0
+    assert pool.gdn[:, lane].any() and pool.history[:, lane].any(), "what somebody else has left"
+    pool.abort(pool.begin([SpanRows(lane, 0, 8, "prefill")]))
     assert not pool.gdn[:, lane].any() and not pool.history[:, lane].any()
     assert pool.fits([392]) and not pool.fits([393]) and pool.longest == 392, "25 pages of 16, less one block"
     assert pool.admit(393 - 64) is None, "reserved pages count, not owned ones"
@@ -459,6 +463,8 @@ class Pool(RuleBasedStateMachine):
         keep = {span.lane: self._keep(span, data) for span in spans}
         forks = self._forks(spans, data)
         txn = self.pool.begin(spans, forks)
+        for span in spans:
+            assert span.start or not (self.pool.gdn[:, span.lane].any() or self.pool.history[:, span.lane].any())
         if end != "abort at once":
             draft(self.pool, txn)
             for half in (txn.decode, txn.prefill):
@@ -496,7 +502,8 @@ class Pool(RuleBasedStateMachine):
             length = data.draw(st.sampled_from([*range(CHUNK_SIZE, rest, CHUNK_SIZE), rest]), label="chunk")
             return SpanRows(lane, start, length, "prefill")
         length = data.draw(st.integers(1, min(BLOCK, sequence.total - start)), label="rows")
-        return SpanRows(lane, start, length, "decode", drafting=length > 1)
+        ahead = data.draw(st.booleans(), label="ahead")
+        return SpanRows(lane, start, length, "decode", drafting=length > 1, ahead=ahead)
 
     def _keep(self, span: SpanRows, data: st.DataObject) -> int:
         return span.length if span.kind == "prefill" else data.draw(st.integers(1, span.length), label="keep")

@@ -39,18 +39,40 @@ class DecodeInputs:
     anchors: Tensor
     sources: Tensor
 
+    def advance(self, keep: Tensor, anchors: Tensor, limits: Tensor) -> None:
+        """In place, for the first of the spans: to behind ``keep`` [D] more committed rows, with other ``anchors`` [D]. Of a
+        span count no more rows than its request has room for: ``limits`` [D], of which those kept have taken theirs."""
+        batch, spans = self.half.batch, keep.shape[0]
+        moved = torch.zeros_like(batch.span_bases)
+        moved[:spans] = keep
+        batch.positions.add_(moved[batch.row_span])
+        batch.span_bases.add_(moved)
+        lengths = batch.span_lengths[:spans]
+        lengths.copy_(lengths.minimum(limits - keep).clamp_(min=0))
+        self.anchors[:spans] = anchors
+
     def tokens(self, drafts: Tensor | None, out: Tensor | None = None) -> Tensor:
         """[N] of drafts [D, B - 1]."""
         choices = self.anchors if drafts is None else torch.cat((self.anchors, drafts.flatten()))
         return torch.index_select(choices, 0, self.sources, out=out)
 
 
-def pack_decode(spans: Sequence[VerifySpan], block: int, shape: DecodeShape, spare_lane: int) -> np.ndarray:
-    """All numbers of a verify forward over [anchor, drafts …] of every span, for one transfer."""
+def pack_decode(
+    spans: Sequence[VerifySpan],
+    block: int,
+    shape: DecodeShape,
+    spare_lane: int,
+    counts: Sequence[int] | None = None,
+) -> np.ndarray:
+    """All numbers of a verify forward over [anchor, drafts …] of every span, for one transfer. ``counts``: how many rows of
+    each span count, where that may be fewer than were laid out; a span without any is nobody's."""
     packed = np.zeros(shape.size, np.int64)
     lengths = [span.length for span in spans]
     padding = (shape.rows, shape.spans, spare_lane) if shape.padded else ()
     of_batch = facts(lengths, [span.start for span in spans], [span.lane for span in spans], *padding)
+    if counts is not None:
+        _, real, _, lanes = of_batch[2 * shape.rows :].reshape(4, -1)[:, : len(counts)]
+        real[:], lanes[np.asarray(counts) == 0] = counts, spare_lane
     packed[: of_batch.size] = of_batch
     anchors, sources = packed[of_batch.size :][: shape.spans], packed[of_batch.size + shape.spans :]
     anchors[: len(spans)] = [span.anchor for span in spans]

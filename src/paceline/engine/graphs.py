@@ -13,7 +13,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -61,7 +61,9 @@ class Graphs:
         self._span_buckets = span_buckets(pool.shape.lanes)
         shapes = decode_shapes(pool.shape.lanes, block)
         drafted = self._span_buckets if isinstance(drafter, DFlashDrafter) else ()
-        self._memory, self._prompt_memory = torch.cuda.graph_pool_handle(), torch.cuda.graph_pool_handle()
+        # lanes that decode wait for each of their kernels, a prompt only for its last: they go first where both are ready
+        self._decoding = _Capture(torch.cuda.graph_pool_handle(), torch.cuda.Stream(pool.device, priority=-1))
+        self._reading = _Capture(torch.cuda.graph_pool_handle(), torch.cuda.Stream(pool.device))
         vocab = target.config.vocab_size
         self._logits = torch.empty(max(shape.rows for shape in shapes), vocab, device=pool.device)
         self._verify: dict[int, list[CapturedVerify]] = {}
@@ -88,6 +90,16 @@ class Graphs:
         rows = sum(span.length for span in spans)
         captured = next((c for c in self._verify.get(bucket or 0, ()) if rows <= c.shape.rows), None)
         return captured.fed(spans, self._drafter.block_size if self._drafter else 1) if captured else None
+
+    def verify_behind(
+        self, spans: Sequence[VerifySpan], keep: Tensor, anchors: Tensor, limits: Tensor
+    ) -> CapturedVerify | None:
+        """The same for the round behind the one that these spans begin in, each with its drafts then; the other arguments
+        are those of ``DecodeInputs.advance``."""
+        captured = self.verify(spans)
+        if captured is not None:
+            captured.inputs.advance(keep, anchors, limits)
+        return captured
 
     def prefill(self, spans: Sequence[PrefillSpan]) -> CapturedPrefill | None:
         """The smallest graph that has room for these chunks, fed with them; None if there is none."""
@@ -124,7 +136,7 @@ class Graphs:
         def forward() -> None:
             logits.copy_(verify_forward(self._target, self._drafter, tokens, inputs.half.afresh()))
 
-        graph, seconds = self._captured(forward, self._memory)
+        graph, seconds = self._captured(forward, self._decoding)
         return CapturedVerify(shape, graph, seconds, packed, inputs, tokens, logits, pool.spare_lane)
 
     def _capture_draft(self, drafter: DFlashDrafter, lanes: int) -> CapturedDraft:
@@ -140,7 +152,7 @@ class Graphs:
         def forward() -> None:
             drafts.copy_(drafter.forward(replace(inputs, batch=inputs.batch.without_plans()), views))
 
-        graph, seconds = self._captured(forward, self._memory)
+        graph, seconds = self._captured(forward, self._decoding)
         return CapturedDraft(drafter, lanes, graph, seconds, packed, inputs, drafts, pool.spare_lane)
 
     def _capture_prefill(self, shape: PromptShape) -> CapturedPrefill:
@@ -156,16 +168,16 @@ class Graphs:
             afresh = replace(inputs.half, batch=replace(batch, plans=dict(chunks)))
             hidden[:] = [prefill_forward(self._target, self._drafter, replace(inputs, half=afresh))]
 
-        graph, _ = self._captured(forward, self._prompt_memory)
+        graph, _ = self._captured(forward, self._reading)
         return CapturedPrefill(shape, graph, packed, inputs, hidden[0], pool.spare_lane)
 
-    def _captured(self, forward: Callable[[], None], memory: Any) -> tuple[torch.cuda.CUDAGraph, float]:
+    def _captured(self, forward: Callable[[], None], capture: _Capture) -> tuple[torch.cuda.CUDAGraph, float]:
         """The graph, and seconds per run. The first call compiles what has to be compiled."""
         forward()
         torch.cuda.synchronize(self._pool.device)
         graph = torch.cuda.CUDAGraph()
         # what other threads do on their streams is no part of it: another engine may be running
-        with nothing_collected(), torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):
+        with nothing_collected(), torch.cuda.graph(graph, *capture, capture_error_mode="thread_local"):
             forward()
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         graph.replay()
@@ -175,6 +187,13 @@ class Graphs:
         end.record()
         end.synchronize()
         return graph, begin.elapsed_time(end) / 1000.0 / _TIMED_RUNS
+
+
+class _Capture(NamedTuple):
+    """Where graphs of a kind take their memory, and the stream whose priority their kernels have."""
+
+    memory: Any
+    stream: torch.cuda.Stream
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +213,11 @@ class CapturedVerify:
         """The same graph with other spans."""
         to_device(pack_decode(spans, block, self.shape, self.spare_lane), self.packed.device, self.packed)
         return replace(self, inputs=replace(self.inputs, half=self.inputs.half.afresh()))
+
+    def settled(self, spans: Sequence[VerifySpan], block: int, counts: Sequence[int]) -> DecodeInputs:
+        """The inputs, once it is known what they advanced to: ``counts`` as in ``pack_decode``."""
+        to_device(pack_decode(spans, block, self.shape, self.spare_lane, counts), self.packed.device, self.packed)
+        return replace(self.inputs, half=self.inputs.half.afresh())
 
     def run(self, drafts: Tensor | None) -> tuple[Tensor, Tensor]:
         """(tokens [N], logits [N, V]) with padding at the end."""

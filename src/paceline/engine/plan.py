@@ -63,8 +63,9 @@ class Round:
     verify: tuple[VerifySpan, ...]
     prefill: tuple[PrefillSpan, ...]
     forks: tuple[Fork, ...] = ()
-    ahead: bool = False
-    """Whether the next round is expected to have the same decoding lanes, drafting where they do in this one."""
+    following: tuple[int | None, ...] | None = None
+    """Where the next round is expected to have these decoding lanes and no others: the drafts of each then; None for one
+    that ends in this round."""
 
     def __bool__(self) -> bool:
         return bool(self.verify or self.prefill)

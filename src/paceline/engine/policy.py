@@ -128,11 +128,11 @@ class AutoPolicy:
         self.costs, self.acceptance = Costs(), Acceptance()
         self.probing = False
         self._plain = False
-        self._since_probe = 0
+        self._since_probe, self._next_look = 0, _PROBE_ROUNDS
 
     @property
     def due(self) -> bool:
-        return self._since_probe + 1 >= _PROBE_ROUNDS
+        return self._since_probe + 1 >= self._next_look
 
     def plan(self, lanes: Sequence[LaneDrafts]) -> list[int]:
         self.probing = False
@@ -170,16 +170,18 @@ class AutoPolicy:
     def _with_probe(self, lanes: Sequence[LaneDrafts], drafts: list[int]) -> list[int]:
         """The plan, or now and then one to learn from: with some drafts of lanes that have none in it, as what is not
         drafted is not observed; or a plain round, if none of so many lanes was measured to compare drafting with."""
-        if self._since_probe < _PROBE_ROUNDS:  # which ``due`` has told
+        if self._since_probe < self._next_look:  # which ``due`` has told
             return drafts
         probe = [count or min(lane.most, _PROBE_DRAFTS) for lane, count in zip(lanes, drafts, strict=True)]
         if probe == drafts and not self.costs.knows_plain(len(lanes)):
             probe = [0] * len(lanes)
         usual = self.costs.of(drafts)
         extra = self.costs.of(probe) - usual
-        if probe == drafts or extra > _PROBE_TIME * self._since_probe * usual:
+        if probe != drafts and extra > _PROBE_TIME * self._since_probe * usual:
+            self._next_look = self._since_probe + _PROBE_ROUNDS
             return drafts
-        self._since_probe, self.probing = 0, True
+        self._since_probe, self._next_look = 0, _PROBE_ROUNDS
+        self.probing = probe != drafts
         return probe
 
     def observe(self, outcomes: Sequence[LaneOutcome], seconds: DecodeSeconds | None) -> None:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from paceline.accept import Verdict, accept
-from paceline.engine.ahead import DraftsAhead, VerifyAhead, run_ahead
+from paceline.engine.ahead import Ahead, Laid, draft_ahead, verify_ahead
 from paceline.engine.beside import Beside
 from paceline.engine.decode import DecodeInputs, decode_inputs, verify_forward
 from paceline.engine.drafting import Drafter
@@ -82,24 +82,26 @@ class Runner:
         the engine: the device is lost, or it failed when the state had changed already. ``meanwhile`` is called when all
         has been launched and only the results are waited for."""
         clock, txn = _Clock(self.pool.device, self.nvtx), None
-        ahead = round.ahead and self.run_ahead
+        ahead = round.following is not None and self.run_ahead
         begun, self._begun = self._begun, None
         if self.structures is not None:
             self.structures.begin([*(span.request for span in round.verify), *(span.request for span in round.prefill)])
         try:
             spans = [*(_verify_rows(span, ahead) for span in round.verify), *map(_prompt_rows, round.prefill)]
-            with self._first(round, begun):
+            with self._beside.behind_commit() if self._beside and round.prefill else nullcontext():
                 txn = self.pool.begin(spans, [LaneFork(fork.source, fork.lane) for fork in round.forks], packed=False)
             scores = Scores()
+            laid = self._laid(round.verify, begun)
             with clock.stage("draft"):
-                drafts = self._draft(round.verify, begun, clock)
+                drafts = None if laid else self._draft(round.verify, begun, clock)
             with clock.stage("verify"):
-                verdict, broken = self._verify(round.verify, drafts, txn, scores, begun, clock)
+                forward = self._begun_forward(round.verify, laid, begun, clock) if laid else None
+                verdict, keep, broken = self._verify(round.verify, forward, drafts, txn, scores)
             with clock.stage("prefill"):
-                first, broken_first = self._prefill(round, txn, scores)
+                first, broken_first = self._prefill(round, txn, scores, begun)
             with clock.stage("commit"):
                 results = _joined(round, verdict, first, (broken, broken_first), scores)
-                self.pool.apply(txn, verdict.keep)
+                self.pool.apply(txn, keep)
                 if self._beside is not None:
                     self._beside.committed()
         except Exception as cause:
@@ -122,41 +124,43 @@ class Runner:
             self._begun.work.settle(result.verify)
         return replace(result, times=clock.times())
 
-    @contextmanager
-    def _first(self, round: Round, begun: _Begun | None) -> Iterator[None]:
-        """What is sent to the device before the forwards. The prompts need not wait for what was run ahead of this round,
-        unless it was of a lane that is gone: that wrote to places which may have become a prompt's."""
-        if self._beside is None or not round.prefill:
-            yield
-            return
-        if begun is not None and not begun.work.requests <= {span.request.id for span in round.verify}:
-            self._beside.wait_for_all()
-        with self._beside.behind_commit():
-            yield
-
     def _run_ahead(self, round: Round, verdict: Verdict) -> None:
         assert self.graphs is not None
         clock = _Clock(self.pool.device, self.nvtx)
         try:
-            with clock.stage("ahead"):
-                work = run_ahead(round, verdict, self.graphs, self.pool)
+            with clock.stage("draft"):
+                drafts = draft_ahead(round, verdict, self.graphs)
+            with clock.stage("verify"):
+                forward = verify_ahead(round, verdict, drafts, self.graphs, self.pool)
         except torch.AcceleratorError:
             raise
         except Exception:  # this round is done; the next one runs all of its own, and knows what to do if that fails
             log.warning("running ahead failed", exc_info=True)
             return
-        self._begun = _Begun(work, clock.marks["ahead"]) if work else None
+        self._begun = _Begun(Ahead(drafts, forward), clock.marks)
+
+    def _laid(self, spans: tuple[VerifySpan, ...], begun: _Begun | None) -> Laid | None:
+        """How the spans lie in a forward that was begun; None if it has to be run anew."""
+        forward = begun.work.forward if begun else None
+        return forward.lay(spans, self.pool) if forward and spans else None
+
+    def _begun_forward(self, spans: tuple[VerifySpan, ...], laid: Laid, begun: _Begun | None, clock: _Clock) -> _Forward:
+        assert begun is not None and begun.work.forward is not None
+        for stage, marks in begun.marks.items():
+            clock.add(stage, marks)
+        forward = begun.work.forward
+        return _Forward(laid, forward.inputs(laid, spans, self._block_size), forward.tokens, forward.logits)
 
     def _draft(self, spans: tuple[VerifySpan, ...], begun: _Begun | None, clock: _Clock) -> Tensor | None:
         """Drafts [D, B - 1] of the lanes that speculate in this round, and behind them the tokens that are known."""
         parts = []
         drafting = [span for span in spans if span.drafting]
         if drafting:
-            drafts = begun.work.of(drafting) if begun and isinstance(begun.work, DraftsAhead) else None
+            drafts = begun.work.drafts.of(drafting) if begun and begun.work.drafts else None
             if drafts is None:
                 drafts = self._propose(drafting)
             elif begun is not None:
-                clock.add("draft", begun.marks)
+                clock.add("draft", begun.marks["draft"])
             parts.append(foretold(drafts[: len(drafting)], [(span.request, span.generated) for span in drafting]))
         known = [span.known for span in spans if span.known]
         if known:
@@ -178,41 +182,41 @@ class Runner:
     def _verify(
         self,
         spans: tuple[VerifySpan, ...],
+        forward: _Forward | None,
         drafts: Tensor | None,
         txn: Txn,
         scores: Scores,
-        begun: _Begun | None,
-        clock: _Clock,
-    ) -> tuple[Verdict, Tensor]:
-        """One packed forward over [anchor, drafts …] of every decoding lane; what each lane keeps and yields, and which
-        spans [S] yield what is not a number."""
+    ) -> tuple[Verdict, Tensor, Tensor]:
+        """One packed ``forward`` over [anchor, drafts …] of every decoding lane, unless it was begun before; what each lane
+        keeps and yields, what all spans of the forward keep, and which of the lanes' [S] yield what is not a number."""
         if not spans:
             none = torch.zeros(0, dtype=torch.long, device=self.pool.device)
-            return Verdict(none, none.view(0, 1), none), none
+            return Verdict(none, none.view(0, 1), none), none, none
         following = any(span.drafting and span.request.structure is not None for span in spans)
         told = Arriving(drafts) if drafts is not None and following else None
-        if begun and isinstance(begun.work, VerifyAhead) and begun.work.serves(spans, self.pool):
-            inputs, tokens, logits = begun.work.captured.inputs, begun.work.tokens, begun.work.logits
-            clock.add("verify", begun.marks)
-        else:
-            inputs, tokens, logits = self._forward(spans, drafts)
+        laid, inputs, tokens, logits = forward or self._forward(spans, drafts)
         txn.decode = inputs.half
-        draws = [(span.request, span.start + row + 1) for span in spans for row in range(span.length)]
-        permits = self._permits(paths(spans, told.wait() if told else ()))
-        picks = _drawn(logits[: len(draws)], draws, _recalling_rows(spans), tokens, permits)
+        draws = [(span.request, span.start + row + 1) for span in laid.spans for row in range(span.length)]
+        permits = self._permits(paths(laid.spans, told.wait() if told else ()))
+        picks = _drawn(logits[: len(draws)], draws, _recalling_rows(laid.spans), tokens, permits)
         scores.add(logits, picks, [request for request, _ in draws])
-        verdict, at = self._accept(spans, inputs, tokens, picks)
+        verdict, at = self._accept(laid.spans, inputs, tokens, picks)
         kept = torch.arange(at.shape[1], device=at.device) < verdict.keep.unsqueeze(1)
-        return verdict, (_broken(logits[: len(draws)])[at] & kept).any(1)
+        broken = (_broken(logits[: len(draws)])[at] & kept).any(1)
+        if len(laid.own) == len(laid.spans):
+            return verdict, verdict.keep, broken
+        own = to_device(np.array(laid.own), self.pool.device)
+        return Verdict(*(part[own] for part in verdict)), verdict.keep, broken[own]
 
-    def _forward(self, spans: tuple[VerifySpan, ...], drafts: Tensor | None) -> tuple[DecodeInputs, Tensor, Tensor]:
-        """(inputs, tokens [N], logits [N, V]), with padding at the end if it is captured."""
+    def _forward(self, spans: tuple[VerifySpan, ...], drafts: Tensor | None) -> _Forward:
+        """With padding at the end if it is captured."""
+        laid = Laid(spans, tuple(range(len(spans))))
         captured = self.graphs.verify(spans) if self.graphs else None
         if captured is not None:
-            return captured.inputs, *captured.run(drafts)
+            return _Forward(laid, captured.inputs, *captured.run(drafts))
         inputs = decode_inputs(spans, self._block_size, self.pool)
         tokens = inputs.tokens(drafts)
-        return inputs, tokens, verify_forward(self.target, self.drafter, tokens, inputs.half)
+        return _Forward(laid, inputs, tokens, verify_forward(self.target, self.drafter, tokens, inputs.half))
 
     def _accept(
         self, spans: Sequence[VerifySpan], inputs: DecodeInputs, tokens: Tensor, picks: Tensor
@@ -232,12 +236,14 @@ class Runner:
             keep[first:] = batch.span_lengths[first:]
         return verdict._replace(keep=keep), at
 
-    def _prefill(self, round: Round, txn: Txn, scores: Scores) -> tuple[Tensor, Tensor]:
+    def _prefill(self, round: Round, txn: Txn, scores: Scores, begun: _Begun | None) -> tuple[Tensor, Tensor]:
         """One packed forward over the prompt chunks; the first tokens [F] of the prompts that end here, then of forks, and
         which [F] are not from numbers."""
         spans, none = round.prefill, torch.zeros(0, dtype=torch.long, device=self.pool.device)
         if not spans:
             return none, none
+        if self._beside is not None and begun is not None and begun.work.writes_to({span.lane for span in spans}, self.pool):
+            self._beside.wait_for_all()
         with self._beside.other() if self._beside else nullcontext():
             captured = self.graphs.prefill(spans) if self.graphs else None
             if captured is not None:
@@ -387,10 +393,19 @@ _Marks = tuple[_Mark, _Mark]
 
 
 class _Begun(NamedTuple):
-    """What was run of a round before it, and when."""
+    """What was run of a round before it, and when, by stage."""
 
-    work: DraftsAhead | VerifyAhead
-    marks: _Marks
+    work: Ahead
+    marks: dict[str, _Marks]
+
+
+class _Forward(NamedTuple):
+    """A verify forward: how the spans lie in it, inputs, tokens [N], logits [N, V]."""
+
+    laid: Laid
+    inputs: DecodeInputs
+    tokens: Tensor
+    logits: Tensor
 
 
 def _seconds(begin: _Mark, end: _Mark) -> float:

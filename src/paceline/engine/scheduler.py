@@ -44,6 +44,7 @@ class Scheduler:
         self.waiting, self.running = self.admission.waiting, self.admission.running
         self._next_reader: str | None = None
         self._planned: tuple[Round, float] | None = None
+        self._following: dict[str, int] = {}
         self._added = 0
         self._finished: dict[str, int] = {}
         self._prompt_tokens = self._generated = self._restored = self._rounds = self._spans = self._emitted = 0
@@ -117,17 +118,39 @@ class Scheduler:
         read prompts."""
         self.admission.make_room(self.max_drafts + 1)
         self.admission.admit()
-        decode, restore, prefill = self._verify_spans(), self._restoring_spans(), self._prefill_spans()
-        round = Round(decode + restore, prefill, self._forks(prefill), not restore and self._repeats(decode, prefill))
+        decoding = [sequence for sequence in self.running if sequence.decoding]
+        drafts = self._drafts(decoding)
+        decode, restore, prefill = self._verify_spans(decoding, drafts), self._restoring_spans(), self._prefill_spans()
+        joining = bool(restore) or any(span.final for span in prefill)
+        following = None if joining else self._plan_following(decoding, drafts)
+        round = Round(decode + restore, prefill, self._forks(prefill), following)
         self._planned = round, self.clock()
         return round
 
-    def _verify_spans(self) -> tuple[VerifySpan, ...]:
-        """Nothing is drafted past the end of a request."""
-        decoding = [sequence for sequence in self.running if sequence.decoding]
+    def _drafts(self, decoding: list[Sequence]) -> list[int]:
+        """What was planned for this round when the last one began, as its forward may have been begun since; else anew."""
+        if not decoding:
+            return []
+        expected, self._following = self._following, {}
+        if all(sequence.request.id in expected for sequence in decoding):
+            return [min(expected[sequence.request.id], sequence.room - 1) for sequence in decoding]
+        return self.policy.plan([self._may_draft(sequence, sequence.room - 1) for sequence in decoding])
+
+    def _plan_following(self, decoding: list[Sequence], drafts: list[int]) -> tuple[int | None, ...] | None:
+        """The drafts of the next round. None if it may have to be planned with what this one yields, or if everybody may
+        end in this one."""
+        if all(sequence.room <= count + 1 for sequence, count in zip(decoding, drafts, strict=True)):
+            return None
+        if self.max_drafts and (self.policy.probing or self.policy.due):
+            return None
+        staying = [sequence for sequence in decoding if sequence.room > 1]
+        planned = self.policy.plan([self._may_draft(sequence, sequence.room - 2) for sequence in staying])
+        self._following = dict(zip((sequence.request.id for sequence in staying), planned, strict=True))
+        return tuple(self._following.get(sequence.request.id) for sequence in decoding)
+
+    def _verify_spans(self, decoding: list[Sequence], drafts: list[int]) -> tuple[VerifySpan, ...]:
         if not decoding:
             return ()
-        drafts = self.policy.plan([self._may_draft(sequence) for sequence in decoding])
         kind = "probe" if self.policy.probing else "drafting" if any(drafts) else "plain"
         self._decode_rounds[kind] += 1
         return tuple(
@@ -142,14 +165,6 @@ class Scheduler:
             for sequence, count in zip(decoding, drafts, strict=True)
         )
 
-    def _repeats(self, decode: tuple[VerifySpan, ...], prefill: tuple[PrefillSpan, ...]) -> bool:
-        """Whether the next round is expected to be like this one: nobody joins, and no plain lane is at its last token."""
-        if not decode or any(span.final for span in prefill):
-            return False
-        if self.max_drafts and (self.policy.probing or self.policy.due):
-            return False
-        return any(span.drafting for span in decode) or all(one.room > 1 for one in self.running if one.decoding)
-
     def _restoring_spans(self) -> tuple[VerifySpan, ...]:
         """Of what parked lanes had generated, the next tokens that are to be in state again; the anchor never is."""
         spans = []
@@ -160,9 +175,10 @@ class Scheduler:
             spans.append(VerifySpan(sequence.request, sequence.lane, start, anchor, len(known), known=tuple(known)))
         return tuple(spans)
 
-    def _may_draft(self, sequence: Sequence) -> LaneDrafts:
+    def _may_draft(self, sequence: Sequence, room: int) -> LaneDrafts:
+        """Nothing is drafted past the end of a request, which has ``room`` for drafts."""
         request = sequence.request
-        most = min(self.max_drafts, sequence.room - 1) if request.speculate else 0
+        most = min(self.max_drafts, room) if request.speculate else 0
         return LaneDrafts(request.id, most, request.temperature > 0)
 
     def _prefill_spans(self) -> tuple[PrefillSpan, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 
 DUMMY_PAGE = 0
@@ -10,11 +11,12 @@ DUMMY_PAGE = 0
 
 class PageAllocator:
     """Hands out page ids 1 … ``total``; the dummy page is outside the count. A page that several own is read only, and
-    free once the last of them has given it back."""
+    free once the last of them has given it back. What has been free longest is taken first: a forward that was begun for
+    a lane that is gone may still write to its pages."""
 
     def __init__(self, total: int) -> None:
         self.total = total
-        self._free = list(range(total, 0, -1))
+        self._free = deque(range(1, total + 1))
         self._owners = [0] * (total + 1)
 
     @property
@@ -23,7 +25,7 @@ class PageAllocator:
 
     def take(self, count: int) -> list[int]:
         assert count <= self.free, f"{count} pages wanted, {self.free} free: admission must reserve"
-        taken = [self._free.pop() for _ in range(count)]
+        taken = [self._free.popleft() for _ in range(count)]
         for page in taken:
             self._owners[page] = 1
         return taken
@@ -40,8 +42,7 @@ class PageAllocator:
         return self._owners[page]
 
     def give_back(self, pages: Iterable[int]) -> None:
-        """In reverse order, so that the same pages are taken again."""
-        for page in reversed(list(pages)):
+        for page in pages:
             assert self._owners[page], f"page {page} is nobody's"
             self._owners[page] -= 1
             if not self._owners[page]:

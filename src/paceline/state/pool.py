@@ -31,7 +31,7 @@ from paceline.views import AttentionView, ContextView, GdnView, TargetViews
 class SpanRows:
     """Rows [start, start + length) of one lane. ``drafting`` lanes also get room for a drafter's block behind start. With
     ``ahead`` there is room, as far as it is reserved, for what may be run behind the rows that are kept: such a block, or a
-    row."""
+    row. The lane keeps it until a round without."""
 
     lane: int
     start: int
@@ -77,12 +77,14 @@ class Txn:
 
 @dataclass(slots=True)
 class _Lane:
-    """``committed`` tokens are in state; ``pages`` cover them (and, inside a transaction, the round's rows), of which those
-    that are full may be shared with other lanes; ``reserved`` pages may be owned at most."""
+    """``committed`` tokens are in state; ``pages`` cover them (and, inside a transaction, the round's rows; behind it, what
+    has been run ahead), of which those that are full may be shared with other lanes; ``reserved`` pages may be owned at
+    most. A ``fresh`` lane's state is somebody else's until its first round zeroes it."""
 
     committed: int = 0
     pages: list[int] = field(default_factory=list)
     reserved: int = 0
+    fresh: bool = True
 
 
 class StatePool:
@@ -144,14 +146,12 @@ class StatePool:
         return sum(map(self.shape.reserve, tokens)) <= self.allocator.total
 
     def admit(self, tokens: int) -> int | None:
-        """A zeroed lane with room for ``tokens`` tokens reserved, or None while there is no lane or no room."""
+        """A lane with room for ``tokens`` tokens reserved, or None while there is no lane or no room."""
         pages = self.shape.reserve(tokens)
         if not self._free_lanes or self._reserved + pages > self.allocator.total:
             return None
         lane = self._free_lanes.pop()
         self._lanes[lane] = _Lane(reserved=pages)
-        self.gdn[:, lane] = 0.0
-        self.history[:, lane] = 0.0
         return lane
 
     def grow(self, lane: int, tokens: int) -> bool:
@@ -177,6 +177,9 @@ class StatePool:
         """The page for a position; ``DUMMY_PAGE`` where the lane has none."""
         return int(self._table[lane, position // PAGE_SIZE])
 
+    def pages(self, lane: int) -> tuple[int, ...]:
+        return tuple(self._lanes[lane].pages)
+
     def committed(self, lane: int) -> int:
         return self._lanes[lane].committed
 
@@ -193,6 +196,7 @@ class StatePool:
             for fork in forks:
                 self._reserve_fork(fork, next(span for span in spans if span.lane == fork.source))
             self._send_table()
+            self._zero_fresh(span.lane for span in spans)
             if packed:
                 txn.decode, txn.prefill = self._half("decode"), self._half("prefill")
         except Exception:
@@ -205,19 +209,32 @@ class StatePool:
             to_device(self._table, self.device, self.table)
             self._table_changed = False
 
+    def _zero_fresh(self, numbers: Iterable[int]) -> None:
+        """Before their first rows, and in the place of a round where all that is sent to the device is in order with it."""
+        fresh = [number for number in numbers if self._lanes[number].fresh]
+        for number in fresh:
+            self.gdn[:, number] = 0.0
+            self.history[:, number] = 0.0
+            self._lanes[number].fresh = False
+
     def _reserve(self, span: SpanRows) -> None:
         """Give the lane pages for the rows of its span."""
         lane = self._lanes[span.lane]
         assert span.start == lane.committed, f"span at {span.start}, lane committed {lane.committed}"
         assert span.kind == "decode" or span.start % CHUNK_SIZE == 0, f"prompt chunk at {span.start}"
         block = self.shape.draft_rows if span.drafting else 0
-        rows = span.length + max(block, 1) if span.ahead else max(span.length, block)
+        rows = span.length + self._room_ahead if span.ahead else max(span.length, block)
         assert pages_for(span.start + span.length) <= lane.reserved, "a lane outgrew its reservation"
         missing = min(lane.reserved, pages_for(span.start + rows)) - len(lane.pages)
         if missing > 0:
             lane.pages += self.allocator.take(missing)
             self._table[span.lane, : len(lane.pages)] = lane.pages
             self._table_changed = True
+
+    @property
+    def _room_ahead(self) -> int:
+        """Rows of a lane that may be run ahead."""
+        return max(self.shape.draft_rows, 1)
 
     def _reserve_fork(self, fork: LaneFork, span: SpanRows) -> None:
         """Give the lane its source's full pages, and one of its own for the partly filled one."""
@@ -227,6 +244,7 @@ class StatePool:
         own = self.allocator.take(pages_for(end) - end // PAGE_SIZE)
         lane.pages = self.allocator.share(self._lanes[fork.source].pages[: end // PAGE_SIZE]) + own
         self._table[fork.lane, : len(lane.pages)] = lane.pages
+        lane.fresh = False
         self._table_changed = True
 
     def commit(self, txn: Txn, keep: Sequence[int]) -> None:
@@ -291,9 +309,10 @@ class StatePool:
         """Return surplus tail pages and what the forwards left, and end the transaction."""
         assert self._open is not None
         self._open.decode = self._open.prefill = None
-        for number in [*(span.lane for span in self._open.spans), *(fork.lane for fork in self._open.forks)]:
+        ends = [(span.lane, self._room_ahead if span.ahead else 0) for span in self._open.spans]
+        for number, ahead in [*ends, *((fork.lane, 0) for fork in self._open.forks)]:
             lane = self._lanes[number]
-            used = pages_for(lane.committed)
+            used = pages_for(lane.committed + ahead)
             if used < len(lane.pages):
                 self.allocator.give_back(lane.pages[used:])
                 del lane.pages[used:]
@@ -362,7 +381,8 @@ class StatePool:
         for number, lane in self._lanes.items():
             full = lane.committed // PAGE_SIZE
             assert all(owners[page] == 1 for page in lane.pages[full:]), f"lane {number} would write to a shared page"
-            assert len(lane.pages) == pages_for(lane.committed), f"lane {number}: pages do not cover its tokens"
+            pages, ahead = pages_for(lane.committed), pages_for(lane.committed + self._room_ahead)
+            assert pages <= len(lane.pages) <= ahead, f"lane {number}: pages do not cover its tokens, or too many"
             assert len(lane.pages) <= lane.reserved, f"lane {number} outgrew its reservation"
         assert self._reserved <= self.allocator.total, "more reserved than there is"
         assert sorted([*self._lanes, *self._free_lanes]) == list(range(self.shape.lanes)), "a lane is lost"
