@@ -517,12 +517,12 @@ def test_the_policy_is_asked_and_taught() -> None:
     bench.scheduler.add(replace(request("drawn", 4, 20), temperature=0.5))
     bench.scheduler.add(request("plain", 4, 20, speculate=False))
     bench.round()
-    assert (policy.asked, policy.told) == ([], [([], None)])
+    assert policy.told == [([], None)]
     round = bench.scheduler.plan()
     now, behind = policy.asked
     assert now == [LaneDrafts("greedy", 3, False), LaneDrafts("drawn", 7, True), LaneDrafts("plain", 0, False)]
     assert behind == [LaneDrafts("greedy", 2, False), LaneDrafts("drawn", 7, True), LaneDrafts("plain", 0, False)]
-    assert [span.drafts for span in round.verify] == [2, 2, 0] and round.following == (2, 2, 0)
+    assert [span.drafts for span in round.verify] == [2, 2, 0] and round.following == ((0, 2), (1, 2), (2, 0))
     result = replace(bench.model.run(round, [2, 1, 0]), times=RoundTimes(draft=1.0, verify=2.0, commit=0.5, prefill=0.1))
     bench.hear(bench.scheduler.apply(round, result))
     outcomes = [LaneOutcome("greedy", False, 2, 2), LaneOutcome("drawn", True, 2, 1), LaneOutcome("plain", False, 0, 0)]
@@ -540,20 +540,57 @@ def test_what_follows_is_planned_with_the_round_and_kept() -> None:
     bench.scheduler.add(request("short", 4, 4))
     bench.scheduler.add(request("long", 4, 40))
     bench.round()
-    for right, drafts, following in ((0, [2, 2], (1, 2)), (0, [1, 2], (0, 2)), (2, [2], (2,)), (1, [2], (2,))):
-        asked = len(policy.asked)
-        round = bench.scheduler.plan()
-        assert ([span.drafts for span in round.verify], round.following) == (drafts, following)
-        assert len(policy.asked) == asked + 1 + (asked == 0)
+    for right, drafts, following in ((0, [2, 2], [1, 2]), (0, [1, 2], [0, 2]), (2, [2], [2]), (1, [2], [2])):
+        round = asked_once(bench, policy)
+        assert [span.drafts for span in round.verify] == drafts
+        assert round.following is not None and [each.drafts for each in round.following] == following
         bench.hear(bench.scheduler.apply(round, bench.model.run(round, [right] * len(round.verify))))
         if drafts == [1, 2]:
             bench.hear(bench.scheduler.cancel("short"))
     bench.scheduler.add(request("new", 4, 40))
-    round = bench.scheduler.plan()
-    assert round.prefill and round.following is None, "somebody joins"
+    round = asked_once(bench, policy)
+    assert round.following == ((0, 2), (1, 2)) and round.going_on[1].request.id == "new", "somebody joins"
     bench.hear(bench.scheduler.apply(round, bench.model.run(round, [0])))
-    asked = len(policy.asked)
-    assert len(bench.scheduler.plan().verify) == 2 and len(policy.asked) == asked + 2, "and is planned for"
+    assert [span.drafts for span in asked_once(bench, policy).verify] == [2, 2]
+
+
+def asked_once(bench: Bench, policy: Scripted) -> Round:
+    before = len(policy.asked)
+    round = bench.scheduler.plan()
+    assert len(policy.asked) == before + 1
+    return round
+
+
+def test_lanes_follow_in_the_order_of_the_next_round() -> None:
+    """Who was admitted first may have the longer prompt, and decode later."""
+    bench = Bench(lanes=2, budget=64)
+    bench.scheduler.add(request("long", 550, 40))
+    bench.scheduler.add(request("short", 4, 40))
+    for _ in range(10):
+        round = bench.scheduler.plan()
+        bench.hear(bench.scheduler.apply(round, bench.model.run(round, [0] * len(round.verify))))
+        if len(round.going_on) == 2:
+            break
+    assert [span.request.id for span in round.going_on] == ["short", "long"]
+    assert round.following is not None and [each.place for each in round.following] == [1, 0]
+    assert [span.request.id for span in bench.scheduler.plan().verify] == ["long", "short"]
+
+
+def test_nothing_follows_where_tokens_are_put_into_state_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "SOON", 1)
+    bench = Bench(lanes=2, tokens=90, block=1)
+    for name in "ab":
+        bench.scheduler.add(request(name, 20, 60))
+    seen = set()
+    while not bench.scheduler.idle:
+        round = bench.scheduler.plan()
+        again = any(span.known for span in round.verify) or any(
+            not span.final and span.start + span.length == len(span.request.prompt) for span in round.prefill
+        )
+        assert not again or round.following is None
+        seen.add(again)
+        bench.hear(bench.scheduler.apply(round, bench.model.run(round, [0] * len(round.verify))))
+    assert seen == {True, False}
 
 
 @pytest.mark.parametrize(("left", "follows"), [(2, False), (3, False), (4, True)])

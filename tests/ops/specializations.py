@@ -19,7 +19,7 @@ from paceline import sampling
 from paceline.config import EngineOptions
 from paceline.engine.build import build
 from paceline.engine.graphs import Graphs
-from paceline.engine.plan import PrefillSpan, Round, VerifySpan
+from paceline.engine.plan import Following, PrefillSpan, Round, VerifySpan
 from paceline.engine.runner import Runner
 from paceline.engine.warmup import warm_up
 from paceline.ops import dispatch
@@ -94,7 +94,7 @@ def decode(runner: Runner, lengths: list[int]) -> None:
     runner.run(Round((), tuple(spans)))
     for drafts in (7, 7, 3, 0, 0):
         verify = [VerifySpan(span.request, span.lane, runner.pool.committed(span.lane), 5, drafts) for span in spans]
-        runner.run(Round(tuple(verify), (), following=(drafts,) * len(verify)))
+        runner.run(Round(tuple(verify), (), following=tuple(Following(place, drafts) for place in range(len(verify)))))
     for span in spans:
         pool.release(span.lane)
 

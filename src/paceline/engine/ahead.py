@@ -13,6 +13,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from paceline.accept import Verdict
@@ -32,18 +33,46 @@ def _place(span: VerifySpan) -> _Place:
     return span.request.id, span.start, span.anchor
 
 
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """How the lanes of a round's ``going_on`` [G] end: rows that each keeps behind its start (none where its prompt ends
+    there) and the token that it goes on with. On the device."""
+
+    keep: Tensor
+    anchors: Tensor
+
+    @classmethod
+    def of(cls, round: Round, verdict: Verdict, first: Tensor) -> Ends:
+        spans = len(round.verify)
+        keep = verdict.keep[:spans]
+        last = verdict.tokens[:spans].gather(1, keep.unsqueeze(1) - 1).squeeze(1)
+        return cls(torch.cat((keep, torch.zeros_like(first))), torch.cat((last, first)))
+
+    def at(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
+        where = to_device(np.array(indices), self.keep.device)
+        return self.keep[where], self.anchors[where]
+
+
+_End = tuple[int, int]
+"""The same of one lane, as the host learns it."""
+
+
+def _behind(span: VerifySpan, end: _End) -> VerifySpan:
+    return replace(span, start=span.start + end[0], anchor=end[1])
+
+
 @dataclass(slots=True)
 class DraftsAhead:
-    """``drafts`` [D, B - 1] behind ``spans``, in order; with each its place in the round."""
+    """``drafts`` [D, B - 1] behind ``spans``, in order; with each its place in the round's ``going_on``."""
 
     drafts: Tensor
     spans: tuple[tuple[int, VerifySpan], ...]
     _rows: dict[_Place, int] = field(default_factory=dict)
 
-    def settle(self, kept: Sequence[tuple[int, ...]]) -> None:
-        """Learn what each span of the round has yielded."""
+    def settle(self, ends: Sequence[_End]) -> None:
+        """Learn how each of ``going_on`` has ended."""
         for row, (index, span) in enumerate(self.spans):
-            self._rows[span.request.id, span.start + len(kept[index]), kept[index][-1]] = row
+            self._rows[_place(_behind(span, ends[index]))] = row
 
     def of(self, spans: Sequence[VerifySpan]) -> Tensor | None:
         """Drafts of these drafting spans; None unless there are some for all of them."""
@@ -66,7 +95,7 @@ class Laid:
 @dataclass(slots=True)
 class VerifyAhead:
     """A verify forward over the next rows of ``spans``, whose anchors and positions the device alone knew; with each its
-    place in the round and the pages that its rows may have been written to, from the first row on."""
+    place in the round's ``going_on`` and the pages from its start there to the last row that may have been written."""
 
     captured: CapturedVerify
     tokens: Tensor
@@ -74,14 +103,14 @@ class VerifyAhead:
     spans: tuple[tuple[int, VerifySpan], ...]
     pages: tuple[tuple[int, ...], ...]
 
-    def settle(self, kept: Sequence[tuple[int, ...]]) -> None:
-        """Learn what each span of the round has yielded."""
-        settled = []
-        for (index, span), pages in zip(self.spans, self.pages, strict=True):
-            start, first = span.start + len(kept[index]), (span.start + 1) // PAGE_SIZE
-            pages = pages[start // PAGE_SIZE - first :]
-            settled.append(((index, replace(span, start=start, anchor=kept[index][-1])), pages))
-        self.spans, self.pages = tuple(span for span, _ in settled), tuple(pages for _, pages in settled)
+    def settle(self, ends: Sequence[_End]) -> None:
+        """Learn how each of ``going_on`` has ended."""
+        behind = [(index, _behind(span, ends[index])) for index, span in self.spans]
+        passed = [
+            now.start // PAGE_SIZE - then.start // PAGE_SIZE for (_, now), (_, then) in zip(behind, self.spans, strict=True)
+        ]
+        self.pages = tuple(pages[count:] for pages, count in zip(self.pages, passed, strict=True))
+        self.spans = tuple(behind)
 
     def lay(self, spans: Sequence[VerifySpan], pool: StatePool) -> Laid | None:
         """How these spans, of an open transaction, lie in the forward; None if it was not of them, or if one has another
@@ -119,10 +148,10 @@ class Ahead:
     drafts: DraftsAhead | None
     forward: VerifyAhead | None
 
-    def settle(self, kept: Sequence[tuple[int, ...]]) -> None:
+    def settle(self, ends: Sequence[_End]) -> None:
         for work in (self.drafts, self.forward):
             if work is not None:
-                work.settle(kept)
+                work.settle(ends)
 
     def writes_to(self, lanes: Collection[int], pool: StatePool) -> bool:
         """Whether it may write to K/V pages that are one of these lanes' by now. (The drafter's are written by nobody who
@@ -137,52 +166,43 @@ def _pages(span: VerifySpan, first: int, rows: int, pool: StatePool) -> tuple[in
     return tuple(pool.page(span.lane, page * PAGE_SIZE) for page in pages)
 
 
-def draft_ahead(round: Round, verdict: Verdict, graphs: Graphs) -> DraftsAhead | None:
+def draft_ahead(round: Round, ends: Ends, graphs: Graphs) -> DraftsAhead | None:
     """Behind a round that has been committed on the device, for the lanes that draft in the next one; None if nobody does,
     or without a graph."""
-    following = enumerate(zip(round.verify, round.following or (), strict=True))
-    drafting = tuple((index, span) for index, (span, drafts) in following if drafts)
+    spans, following = round.going_on, round.following or ()
+    drafting = tuple((each.place, spans[each.place]) for each in following if each.drafts)
     if not drafting:
         return None
-    keep, anchors = _ends([index for index, _ in drafting], verdict)
+    keep, anchors = ends.at([index for index, _ in drafting])
     drafts = graphs.draft_behind([span for _, span in drafting], keep, anchors)
     return None if drafts is None else DraftsAhead(drafts, drafting)
 
 
 def verify_ahead(
-    round: Round, verdict: Verdict, drafts: DraftsAhead | None, graphs: Graphs, pool: StatePool
+    round: Round, ends: Ends, drafts: DraftsAhead | None, graphs: Graphs, pool: StatePool
 ) -> VerifyAhead | None:
     """Behind the same round, over the lanes that go on. None if that cannot be: where there is no graph, no page, or where
     the host has a say in what is drafted."""
-    following = enumerate(zip(round.verify, round.following or (), strict=True))
-    spans = tuple((index, replace(span, drafts=count)) for index, (span, count) in following if count is not None)
+    going_on, following = round.going_on, round.following or ()
+    spans = tuple((each.place, replace(going_on[each.place], drafts=each.drafts)) for each in following)
     if any(span.drafts and (drafts is None or span.request.recalls) for _, span in spans):
         return None
-    kept_most = {index: round.verify[index].length for index, _ in spans}
     limits = [_room(span) for _, span in spans]
     pages = []
     for (index, span), limit in zip(spans, limits, strict=True):
-        rows = min(kept_most[index] + span.length, limit) - 1
-        pages.append(_pages(span, span.start + 1, rows, pool))
+        kept = going_on[index].length if index < len(round.verify) else 0
+        pages.append(_pages(span, span.start, min(kept + span.length, limit), pool))
     if not spans or any(DUMMY_PAGE in each for each in pages):
         return None
-    keep, anchors = _ends([index for index, _ in spans], verdict)
-    captured = graphs.verify_behind(
-        [span for _, span in spans], keep, anchors, to_device(np.array(limits), verdict.keep.device)
-    )
+    keep, anchors = ends.at([index for index, _ in spans])
+    room = to_device(np.array(limits), keep.device)
+    captured = graphs.verify_behind([span for _, span in spans], keep, anchors, room)
     if captured is None:
         return None
     return VerifyAhead(captured, *captured.run(None if drafts is None else drafts.drafts), spans, tuple(pages))
 
 
 def _room(span: VerifySpan) -> int:
-    """Tokens that its request has room for, before this round."""
+    """Tokens that its request has room for behind the anchor."""
     request = span.request
     return request.max_tokens - (span.start - len(request.prompt) + 1)
-
-
-def _ends(indices: Sequence[int], verdict: Verdict) -> tuple[Tensor, Tensor]:
-    """What these of the round's spans keep, and the token that each ends in."""
-    at = to_device(np.array(indices), verdict.keep.device)
-    keep = verdict.keep[at]
-    return keep, verdict.tokens[at, keep - 1]

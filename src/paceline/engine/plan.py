@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from paceline.types import Request, TokenLogprob
 
@@ -58,14 +59,27 @@ class Fork:
     source: int
 
 
+class Following(NamedTuple):
+    """A lane of the next round: its place in ``Round.going_on``, and how many drafts it is to have."""
+
+    place: int
+    drafts: int
+
+
 @dataclass(frozen=True, slots=True)
 class Round:
     verify: tuple[VerifySpan, ...]
     prefill: tuple[PrefillSpan, ...]
     forks: tuple[Fork, ...] = ()
-    following: tuple[int | None, ...] | None = None
-    """Where the next round is expected to have these decoding lanes and no others: the drafts of each then; None for one
-    that ends in this round."""
+    following: tuple[Following, ...] | None = None
+    """The decoding lanes of the next round, in order, where no others are expected: some of ``going_on``."""
+
+    @property
+    def going_on(self) -> tuple[VerifySpan, ...]:
+        """What decodes in this round, and behind it what may from the next one on, its prompt ending in this one: that as
+        a span without drafts whose anchor is not known yet."""
+        ending = (span for span in self.prefill if span.final)
+        return *self.verify, *(VerifySpan(span.request, span.lane, len(span.request.prompt), 0, 0) for span in ending)
 
     def __bool__(self) -> bool:
         return bool(self.verify or self.prefill)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from paceline.accept import Verdict, accept
-from paceline.engine.ahead import Ahead, Laid, draft_ahead, verify_ahead
+from paceline.engine.ahead import Ahead, Ends, Laid, draft_ahead, verify_ahead
 from paceline.engine.beside import Beside
 from paceline.engine.decode import DecodeInputs, decode_inputs, verify_forward
 from paceline.engine.drafting import Drafter
@@ -87,7 +87,8 @@ class Runner:
         if self.structures is not None:
             self.structures.begin([*(span.request for span in round.verify), *(span.request for span in round.prefill)])
         try:
-            spans = [*(_verify_rows(span, ahead) for span in round.verify), *map(_prompt_rows, round.prefill)]
+            spans = [_verify_rows(span, ahead) for span in round.verify]
+            spans += [_prompt_rows(span, ahead) for span in round.prefill]
             with self._beside.behind_commit() if self._beside and round.prefill else nullcontext():
                 txn = self.pool.begin(spans, [LaneFork(fork.source, fork.lane) for fork in round.forks], packed=False)
             scores = Scores()
@@ -115,23 +116,25 @@ class Runner:
             raise RoundFailed(clock.current, cause) from cause
         arriving = Arriving(results)
         if ahead:
-            self._run_ahead(round, verdict)
+            self._run_ahead(round, verdict, first)
         if meanwhile is not None:
             meanwhile()
         result = _read(round, arriving.wait(), verdict.tokens.shape[1], scores)
         self.pool.settle(txn, [*map(len, result.verify), *(span.length for span in round.prefill)])
         if self._begun is not None:
-            self._begun.work.settle(result.verify)
+            ends = [(len(tokens), tokens[-1]) for tokens in result.verify]
+            self._begun.work.settle([*ends, *((0, token) for token in result.prefill if token is not None)])
         return replace(result, times=clock.times())
 
-    def _run_ahead(self, round: Round, verdict: Verdict) -> None:
+    def _run_ahead(self, round: Round, verdict: Verdict, first: Tensor) -> None:
         assert self.graphs is not None
         clock = _Clock(self.pool.device, self.nvtx)
         try:
             with clock.stage("draft"):
-                drafts = draft_ahead(round, verdict, self.graphs)
+                ends = Ends.of(round, verdict, first)
+                drafts = draft_ahead(round, ends, self.graphs)
             with clock.stage("verify"):
-                forward = verify_ahead(round, verdict, drafts, self.graphs, self.pool)
+                forward = verify_ahead(round, ends, drafts, self.graphs, self.pool)
         except torch.AcceleratorError:
             raise
         except Exception:  # this round is done; the next one runs all of its own, and knows what to do if that fails
@@ -347,8 +350,8 @@ def _verify_rows(span: VerifySpan, ahead: bool) -> SpanRows:
     return SpanRows(span.lane, span.start, span.length, "decode", drafting=span.drafting, ahead=ahead)
 
 
-def _prompt_rows(span: PrefillSpan) -> SpanRows:
-    return SpanRows(span.lane, span.start, span.length, "prefill")
+def _prompt_rows(span: PrefillSpan, ahead: bool) -> SpanRows:
+    return SpanRows(span.lane, span.start, span.length, "prefill", ahead=ahead and span.final)
 
 
 class _Clock:

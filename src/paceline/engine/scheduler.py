@@ -10,7 +10,7 @@ from typing import Concatenate, ParamSpec
 
 from paceline.engine.admission import Admission, Lanes
 from paceline.engine.pacing import Pacer, deal
-from paceline.engine.plan import Fork, PrefillSpan, Round, RoundResult, VerifySpan
+from paceline.engine.plan import Following, Fork, PrefillSpan, Round, RoundResult, VerifySpan
 from paceline.engine.policy import DecodeSeconds, FixedPolicy, LaneDrafts, LaneOutcome, Policy
 from paceline.engine.sequence import Sequence
 from paceline.errors import InvalidRequest
@@ -121,9 +121,9 @@ class Scheduler:
         decoding = [sequence for sequence in self.running if sequence.decoding]
         drafts = self._drafts(decoding)
         decode, restore, prefill = self._verify_spans(decoding, drafts), self._restoring_spans(), self._prefill_spans()
-        joining = bool(restore) or any(span.final for span in prefill)
-        following = None if joining else self._plan_following(decoding, drafts)
-        round = Round(decode + restore, prefill, self._forks(prefill), following)
+        forks = self._forks(prefill)
+        following = None if restore or forks else self._plan_following(decode, prefill)
+        round = Round(decode + restore, prefill, forks, following)
         self._planned = round, self.clock()
         return round
 
@@ -136,17 +136,24 @@ class Scheduler:
             return [min(expected[sequence.request.id], sequence.room - 1) for sequence in decoding]
         return self.policy.plan([self._may_draft(sequence, sequence.room - 1) for sequence in decoding])
 
-    def _plan_following(self, decoding: list[Sequence], drafts: list[int]) -> tuple[int | None, ...] | None:
-        """The drafts of the next round. None if it may have to be planned with what this one yields, or if everybody may
-        end in this one."""
-        if all(sequence.room <= count + 1 for sequence, count in zip(decoding, drafts, strict=True)):
-            return None
+    def _plan_following(
+        self, decode: tuple[VerifySpan, ...], prefill: tuple[PrefillSpan, ...]
+    ) -> tuple[Following, ...] | None:
+        """The next round's decoding lanes. None if it may have to be planned with what this one yields, if everybody may
+        end in this one, or if somebody joins whose tokens were drawn before."""
         if self.max_drafts and (self.policy.probing or self.policy.due):
             return None
-        staying = [sequence for sequence in decoding if sequence.room > 1]
-        planned = self.policy.plan([self._may_draft(sequence, sequence.room - 2) for sequence in staying])
-        self._following = dict(zip((sequence.request.id for sequence in staying), planned, strict=True))
-        return tuple(self._following.get(sequence.request.id) for sequence in decoding)
+        ending = [span for span in prefill if span.start + span.length == len(span.request.prompt)]
+        if not all(span.final for span in ending):
+            return None
+        yields = {span.request.id: span.length for span in decode} | {span.request.id: 1 for span in ending}
+        places = {name: index for index, name in enumerate(yields)}
+        staying = [one for one in self.running if one.request.id in yields and one.room > 1]
+        if all(one.room <= yields[one.request.id] for one in staying):
+            return None
+        planned = self.policy.plan([self._may_draft(one, one.room - 2) for one in staying])
+        self._following = {one.request.id: drafts for one, drafts in zip(staying, planned, strict=True)}
+        return tuple(Following(places[name], drafts) for name, drafts in self._following.items())
 
     def _verify_spans(self, decoding: list[Sequence], drafts: list[int]) -> tuple[VerifySpan, ...]:
         if not decoding:
