@@ -128,8 +128,8 @@ RunAhead = Annotated[
     bool,
     typer.Option(
         "--run-ahead/--no-run-ahead",
-        help="Launch the first forward of the next round before this one's results are read (GPU only, with graphs). Tokens "
-        "do not depend on it.",
+        help="Launch the forwards of the next round before this one's results are read (GPU only, with graphs). Tokens do "
+        "not depend on it.",
     ),
 ]
 PromptsBeside = Annotated[
