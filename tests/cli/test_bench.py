@@ -57,8 +57,8 @@ def test_help_needs_no_torch() -> None:
         (["serve", "--peer", "/nowhere/peer.json"], "--peer: /nowhere/peer.json: No such file or directory"),
         (["serve", "--serve-flags", "'x"], '--serve-flags: cannot be read as flags: No closing quotation: "\'x"'),
         (["serve", "--config", "a='x"], '--config: cannot be read as flags: No closing quotation: "\'x"'),
-        (["rounds", "--lanes", "0"], "--lanes must be at least 1, got 0"),
-        (["rounds", "--option", "max_ctx=1"], "--option max_ctx must be at least 2, got 1"),
+        (["round", "--lanes", "0"], "--lanes must be at least 1, got 0"),
+        (["round", "--option", "max_ctx=1"], "--option max_ctx must be at least 2, got 1"),
         (["report"], "a directory of a run is needed, or --compare with two"),
     ],
 )

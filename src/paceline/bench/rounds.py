@@ -1,4 +1,4 @@
-"""Where the time of a decode round goes, by family of kernels: ``paceline bench rounds``.
+"""Where the time of a decode round goes, by family of kernels: ``paceline bench round``.
 
 An engine in this process serves C long requests. Once all C lanes decode, some rounds warm up, some are timed as they are,
 and some run under torch's profiler. What a round takes beyond the time in which the device is busy is the host's.

@@ -37,5 +37,5 @@ def synth_model(
     print(f"paceline serve {target} --draft {drafter}")
 
 
-for command in (measure.serve, measure.screen, measure.report, measure.ops, measure.rounds):
+for command in (measure.serve, measure.screen, measure.report, measure.ops, measure.round):
     bench.command(cls=Command)(command)

@@ -310,7 +310,7 @@ def ops(
     return run(shape, device, only, out, portable)
 
 
-def rounds(
+def round(
     model: ModelOption = None,
     draft: Draft = str(DEFAULTS.drafter),
     speculation: Speculation = DEFAULTS.speculation,
