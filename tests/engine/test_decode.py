@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from paceline.engine.decode import DecodeShape, pack_decode, unpack_decode
-from paceline.engine.graphs import decode_shapes, prompt_shapes, span_buckets
+from paceline.engine.graphs import decode_shapes, draft_buckets, prompt_shapes, span_buckets
 from paceline.engine.plan import PrefillSpan, VerifySpan
 from paceline.engine.prompts import PromptShape, pack_prompts, unpack_prompts
 from paceline.ops.gdn import CHUNK_PLAN
@@ -47,6 +47,12 @@ def test_padding_is_an_empty_span_of_the_spare_lane() -> None:
 @pytest.mark.parametrize("block", [1, 4, 8, 16])
 @pytest.mark.parametrize("lanes", [1, 2, 3, 6, 8, 32])
 def test_every_round_has_a_bucket_with_little_padding(lanes: int, block: int) -> None:
+    drafting = draft_buckets(lanes)
+    assert (
+        drafting == tuple(sorted(set(drafting)))
+        and drafting[-1] == lanes
+        and drafting[:8] == (*range(1, min(lanes, 8) + 1),)
+    )
     buckets, shapes = span_buckets(lanes), decode_shapes(lanes, block)
     assert buckets[-1] == lanes and all(below < above <= 2 * below for below, above in pairwise(buckets))
     for spans in range(1, lanes + 1):

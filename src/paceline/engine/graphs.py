@@ -46,6 +46,7 @@ log = logging.getLogger("paceline.engine")
 _ROW_STEP = 8
 _FINE_ROWS = 64
 _COARSE_STEP = 32
+_FINE_LANES = 8
 _TIMED_RUNS = 3
 _GRAPH_PROMPT_ROWS = (128, 256, 512)
 _GRAPH_PROMPTS = 4
@@ -60,7 +61,7 @@ class Graphs:
         before = torch.cuda.mem_get_info(pool.device)[0]
         self._span_buckets = span_buckets(pool.shape.lanes)
         shapes = decode_shapes(pool.shape.lanes, block)
-        drafted = self._span_buckets if isinstance(drafter, DFlashDrafter) else ()
+        self._draft_buckets = draft_buckets(pool.shape.lanes) if isinstance(drafter, DFlashDrafter) else ()
         # lanes that decode wait for each of their kernels, a prompt only for its last: they go first where both are ready
         self._decoding = _Capture(torch.cuda.graph_pool_handle(), torch.cuda.Stream(pool.device, priority=-1))
         self._reading = _Capture(torch.cuda.graph_pool_handle(), torch.cuda.Stream(pool.device))
@@ -70,15 +71,15 @@ class Graphs:
         self._draft: dict[int, CapturedDraft] = {}
         prompts = prompt_shapes(pool.shape.lanes)
         self._prefill: list[CapturedPrefill] = []
-        started, total = time.perf_counter(), len(shapes) + len(drafted) + len(prompts)
+        started, total = time.perf_counter(), len(shapes) + len(self._draft_buckets) + len(prompts)
         for done, shape in enumerate(reversed(shapes), 1):  # the largest first: the others fit into its memory
             self._verify.setdefault(shape.spans - 1, []).insert(0, self._capture_verify(shape))
             _progress(done, total, started)
-        for done, lanes in enumerate(reversed(drafted), len(shapes) + 1):
+        for done, lanes in enumerate(reversed(self._draft_buckets), len(shapes) + 1):
             assert isinstance(drafter, DFlashDrafter)
             self._draft[lanes] = self._capture_draft(drafter, lanes)
             _progress(done, total, started)
-        for done, prompt in enumerate(reversed(prompts), len(shapes) + len(drafted) + 1):
+        for done, prompt in enumerate(reversed(prompts), total - len(prompts) + 1):
             self._prefill.insert(0, self._capture_prefill(prompt))
             _progress(done, total, started)
         torch.cuda.synchronize(pool.device)
@@ -110,13 +111,13 @@ class Graphs:
 
     def draft(self, spans: Sequence[VerifySpan]) -> Tensor | None:
         """Drafts [>= D, B - 1] for the drafting spans; None if there is no graph for so many."""
-        captured = self._draft.get(_smallest(self._span_buckets, len(spans)) or 0)
+        captured = self._draft.get(_smallest(self._draft_buckets, len(spans)) or 0)
         return captured.run(spans) if captured else None
 
     def draft_behind(self, spans: Sequence[VerifySpan], keep: Tensor, anchors: Tensor) -> Tensor | None:
         """Drafts for the round behind the one of these drafting spans, of which ``keep`` [D] rows are committed and which
         end in ``anchors`` [D]; None if there is no graph for so many."""
-        captured = self._draft.get(_smallest(self._span_buckets, len(spans)) or 0)
+        captured = self._draft.get(_smallest(self._draft_buckets, len(spans)) or 0)
         return captured.run(spans, (keep, anchors)) if captured else None
 
     def costs(self) -> tuple[dict[int, float], dict[tuple[int, int], float]]:
@@ -275,6 +276,12 @@ def span_buckets(lanes: int) -> tuple[int, ...]:
     """Numbers of spans that get graphs: powers of two, and all lanes."""
     powers = [2**power for power in range(lanes.bit_length()) if 2**power < lanes]
     return (*powers, lanes)
+
+
+def draft_buckets(lanes: int) -> tuple[int, ...]:
+    """Numbers of lanes that get draft graphs. A lane of padding costs a whole block of rows, so there are more of them."""
+    few = range(1, min(lanes, _FINE_LANES) + 1)
+    return (*few, *(count for count in span_buckets(lanes) if count > _FINE_LANES))
 
 
 def decode_shapes(lanes: int, block: int) -> list[DecodeShape]:
