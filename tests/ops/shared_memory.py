@@ -43,6 +43,14 @@ def attend(kind: RowKind, cache: CacheType, dim: int) -> None:
     attention(torch.zeros(rows, 24, dim), k, v, torch.zeros(1, 40, dtype=torch.int32), batch, scale=0.1, causal=True)
 
 
+def walk_chunks() -> None:
+    from paceline.ops.gdn.kernel import gdn_prefill
+
+    q, v, gates = torch.zeros(107, 2, 128), torch.zeros(107, 6, 128), torch.zeros(107, 6)
+    batch = pack("prefill", [107], [0], CPU, [0])
+    gdn_prefill(q, q, v, gates, gates, torch.zeros(1, 6, 128, 128), torch.arange(6) % 2, batch)
+
+
 def multiply(form: str, rows: int) -> None:
     from paceline.ops.linear.kernel import linear
     from paceline.ops.linear.tiles import tile
@@ -59,6 +67,7 @@ def main(capability: int) -> None:
     attend("prefill", "f16", 256)
     attend("prefill", "q8_0", 128)
     attend("decode", "f16", 256)
+    walk_chunks()
     for rows in (1, 17, 33):
         multiply("Q6_K", rows)
     print(json.dumps(sizes))

@@ -2,8 +2,8 @@
 
 Verify and replay hold a tile [Dk, columns] of one head's state in registers and walk the rows of one span. What they do to
 a state is two roundings that are spelt out; with contraction off elsewhere too, a state has the same bits however its rows
-were cut into spans, and a row's outputs are those of a span of its own. Prefill is three kernels: the triangular systems and
-scores of all chunks, their inverses, and a walk over the chunks of each span.
+were cut into spans, and a row's outputs are those of a span of its own. Prefill is two kernels: the scores and inverted
+triangular systems of all chunks, and a walk over the chunks of each span.
 """
 
 from __future__ import annotations
@@ -12,21 +12,22 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from paceline.batch import PackedBatch
 from paceline.config import CHUNK_SIZE
 from paceline.ops.conv.kernel import raw_input
 from paceline.ops.gdn.ref import CHUNK_PLAN, GdnInputs, ReplayLog, chunk_facts
-from paceline.ops.launch import await_turn, pdl
+from paceline.ops.launch import await_turn, has_little_shared_memory, pdl
 from paceline.transfer import to_device
 
 _VERIFY_COLUMNS, _VERIFY_WARPS = 16, 1
 """With one warp a sum over Dk never waits for another warp."""
 _REPLAY_COLUMNS, _REPLAY_WARPS = 32, 4
-_WALK_COLUMNS, _WALK_WARPS = 32, 4
-_PRECISION = "tf32x3"
+_PREPARE_WARPS = 4
+_WALK_COLUMNS, _WALK_WARPS, _WALK_STAGES = 64, 4, 2
+"""A warp group's product on Hopper has 64 rows. While a chunk is computed, the next one's tiles come."""
 _CHUNK = tl.constexpr(CHUNK_SIZE)
-_LEAF = tl.constexpr(16)
 _FACTS = ["lanes", "row_span", "starts", "lengths"]
 """Where these lie depends on the number of rows, for which nothing should be compiled anew."""
 
@@ -433,49 +434,52 @@ def _replay(
 
 # -- prompt rows -----------------------------------------------------------------------------------------------------------
 
+# Products are of numbers in two float16 halves, high and low. Together these have the 22 bits of tf32x3, but tensor cores
+# multiply them twice as fast, take a left side from the registers where the product before has left it, and a right side as
+# it lies in memory, transposed or not. What is at most about one by construction (q and k are unit vectors or shorter; the
+# inverse, as I - beta k kᵀ lengthens nothing) has one scale; whatever else, one per row.
+
 
 def gdn_prefill(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor, state: Tensor, head_map: Tensor, batch: PackedBatch
 ) -> tuple[Tensor, Tensor]:
-    q, k, v, state = _packed_heads(q), _packed_heads(k), _packed_heads(v), state.contiguous()
+    q, k, v, state = _packed_heads(q), _packed_heads(k), _for_descriptor(_packed_heads(v)), state.contiguous()
     beta, g = beta.contiguous(), g.contiguous()
     first_rows, sizes, first_chunks = _plan(batch, q.device)
     heads, dk, dv = state.shape[1:]
+    chunks, key_heads = len(sizes), k.shape[1]
+    width = max(16, triton.next_power_of_2(dk))
     out = torch.empty(v.shape, dtype=torch.float32, device=v.device)
     after = torch.empty(batch.num_spans, heads, dk, dv, dtype=torch.float32, device=v.device)
-    inverse, scores = out.new_empty(2, len(sizes), heads, CHUNK_SIZE, CHUNK_SIZE)
-    total = out.new_empty(len(sizes), heads, CHUNK_SIZE)
-    part = max(16, triton.next_power_of_2(triton.cdiv(dk, 2)))
-    strides = {"Q_STRIDE": q.stride(0), "K_STRIDE": k.stride(0)}
-    # the interpreter knows no other
-    precision = _PRECISION if q.is_cuda else "ieee"
-    _prepare[len(sizes), heads](
+    tiles = torch.empty(4 * chunks * key_heads * CHUNK_SIZE, width, dtype=torch.float16, device=v.device)
+    squares = torch.empty(4 * chunks * heads * CHUNK_SIZE, CHUNK_SIZE, dtype=torch.float16, device=v.device)
+    total = out.new_empty(chunks, heads, CHUNK_SIZE)
+    _prepare[chunks, heads](
         q,
         k,
         beta,
         g,
-        inverse,
-        scores,
+        tiles,
+        squares,
         total,
         head_map,
         first_rows,
         sizes,
+        Q_STRIDE=q.stride(0),
+        K_STRIDE=k.stride(0),
         HEADS=heads,
+        KEY_HEADS=key_heads,
         DK=dk,
-        BLOCK=min(32, part),
-        PRECISION=precision,
-        **strides,
-        num_warps=4,
+        WIDTH=width,
+        BLOCK_HEADS=triton.next_power_of_2(heads),
+        num_warps=_PREPARE_WARPS,
         num_stages=1,
+        enable_fp_fusion=False,
     )
-    _invert[len(sizes), heads](inverse, HEADS=heads, num_warps=1)
     _walk[triton.cdiv(dv, _WALK_COLUMNS), heads, batch.num_spans](
-        q,
-        k,
-        v,
-        beta,
-        inverse,
-        scores,
+        TensorDescriptor.from_tensor(tiles, [CHUNK_SIZE, width]),
+        TensorDescriptor.from_tensor(squares, [CHUNK_SIZE, CHUNK_SIZE]),
+        TensorDescriptor(v, [len(v), heads * dv], [v.stride(0), 1], [CHUNK_SIZE, _WALK_COLUMNS]),
         total,
         state,
         out,
@@ -485,16 +489,15 @@ def gdn_prefill(
         batch.starts,
         batch.span_lengths,
         first_chunks,
-        V_STRIDE=v.stride(0),
         HEADS=heads,
+        KEY_HEADS=key_heads,
         DK=dk,
         DV=dv,
-        PART=part,
+        WIDTH=width,
         COLUMNS=_WALK_COLUMNS,
-        PRECISION=precision,
-        **strides,
         num_warps=_WALK_WARPS,
-        num_stages=1,
+        num_stages=1 if has_little_shared_memory(q.device) else _WALK_STAGES,
+        enable_fp_fusion=False,
     )
     return out, after
 
@@ -514,8 +517,8 @@ def _prepare(
     k,
     beta,
     g,
-    matrix,
-    scores,
+    tiles,
+    squares,
     total,
     head_map,
     first_rows,
@@ -523,105 +526,69 @@ def _prepare(
     Q_STRIDE: tl.constexpr,
     K_STRIDE: tl.constexpr,
     HEADS: tl.constexpr,
+    KEY_HEADS: tl.constexpr,
     DK: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PRECISION: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
 ):
-    """Of one chunk and head: sums of g, the strictly lower triangle of beta KKᵀ e^(Gi - Gj), and QKᵀ e^(Gi - Gj)."""
+    """Of one chunk and head: sums of g, the scores QKᵀ e^(Gi - Gj), and (I + A)⁻¹ with A the strictly lower triangle of
+    beta KKᵀ e^(Gi - Gj); and the halves of q and k, which the first of the heads that read them stores."""
     head, chunk = tl.program_id(1), tl.program_id(0).to(tl.int64)
+    size = tl.load(sizes + chunk)
+    if size == 0:
+        return
     at = tl.arange(0, _CHUNK)
-    live = at < tl.load(sizes + chunk)
+    live = at < size
     rows = tl.load(first_rows + chunk) + at
+    key_head = tl.load(head_map + head)
+    others = tl.arange(0, BLOCK_HEADS)
+    key_heads = tl.load(head_map + others, mask=others < HEADS, other=-1)
+    first = head == tl.min(tl.where(key_heads == key_head, others, HEADS), axis=0)
+    tile = tiles + (chunk * KEY_HEADS + key_head) * (4 * _CHUNK * WIDTH)
+    k_up, k_down = _halves(_rows_of_head(k, rows, live, K_STRIDE, key_head, DK, WIDTH))
+    if first:
+        _store_halves(tile, k_up, k_down)
+    overlap_kk = _product(k_up, k_down, tl.trans(k_up), tl.trans(k_down)) * _UNDONE
+    q_up, q_down = _halves(_rows_of_head(q, rows, live, Q_STRIDE, key_head, DK, WIDTH))
+    if first:
+        _store_halves(tile + 2 * _CHUNK * WIDTH, q_up, q_down)
+    overlap_qk = _product(q_up, q_down, tl.trans(k_up), tl.trans(k_down)) * _UNDONE
+
     sums = tl.cumsum(tl.load(g + rows * HEADS + head, mask=live, other=0.0), axis=0)
     strength = tl.load(beta + rows * HEADS + head, mask=live, other=0.0)
-    key_head = tl.load(head_map + head)
-    overlap_kk = tl.zeros((_CHUNK, _CHUNK), tl.float32)
-    overlap_qk = tl.zeros((_CHUNK, _CHUNK), tl.float32)
-    for first in range(0, DK, BLOCK):
-        k_part = _part(k, rows, live, K_STRIDE, key_head, first, DK, BLOCK)
-        q_part = _part(q, rows, live, Q_STRIDE, key_head, first, DK, BLOCK)
-        overlap_kk = tl.dot(k_part, tl.trans(k_part), overlap_kk, input_precision=PRECISION)
-        overlap_qk = tl.dot(q_part, tl.trans(k_part), overlap_qk, input_precision=PRECISION)
     difference = sums[:, None] - sums[None, :]
     ratio = tl.exp(tl.where(at[:, None] >= at[None, :], difference, float("-inf")))
-    below = tl.where(at[:, None] > at[None, :], strength[:, None] * overlap_kk * ratio, 0.0)
     place = chunk * HEADS + head
-    square = place * (_CHUNK * _CHUNK) + at[:, None] * _CHUNK + at[None, :]
-    tl.store(matrix + square, below)
-    tl.store(scores + square, overlap_qk * ratio)
+    square = squares + place * (4 * _CHUNK * _CHUNK)
     tl.store(total + place * _CHUNK + at, sums)
+    up, down = _halves(overlap_qk * ratio)
+    _store_halves(square + 2 * _CHUNK * _CHUNK, up, down)
+    inverse = _inverse(tl.where(at[:, None] > at[None, :], strength[:, None] * overlap_kk * ratio, 0.0))
+    up, down = _halves(inverse * strength[None, :])
+    _store_halves(square, up, down)
 
 
 @triton.jit
-def _invert(matrix, HEADS: tl.constexpr):
-    """A <- (I + A)⁻¹ in place: the diagonal blocks of 16, then each block below them from those to its right and above."""
-    a = matrix + (tl.program_id(0).to(tl.int64) * HEADS + tl.program_id(1)) * (_CHUNK * _CHUNK)
-    t00, t11 = _leaf(a, 0), _leaf(a, 1)
-    t10 = -_mm(t11, _mm(_load(a, 1, 0), t00))
-    t22 = _leaf(a, 2)
-    t21 = -_mm(t22, _mm(_load(a, 2, 1), t11))
-    t20 = -_mm(t22, _mm(_load(a, 2, 0), t00) + _mm(_load(a, 2, 1), t10))
-    t33 = _leaf(a, 3)
-    a30, a31, a32 = _load(a, 3, 0), _load(a, 3, 1), _load(a, 3, 2)
-    t32 = -_mm(t33, _mm(a32, t22))
-    t31 = -_mm(t33, _mm(a31, t11) + _mm(a32, t21))
-    t30 = -_mm(t33, _mm(a30, t00) + _mm(a31, t10) + _mm(a32, t20))
-    _store(a, 0, 0, t00)
-    _store(a, 1, 0, t10)
-    _store(a, 1, 1, t11)
-    _store(a, 2, 0, t20)
-    _store(a, 2, 1, t21)
-    _store(a, 2, 2, t22)
-    _store(a, 3, 0, t30)
-    _store(a, 3, 1, t31)
-    _store(a, 3, 2, t32)
-    _store(a, 3, 3, t33)
-
-
-@triton.jit
-def _leaf(a, index: tl.constexpr):
-    """The inverse of a diagonal block, row by row."""
-    at = tl.arange(0, _LEAF)
-    across, down = at[None, :], at[:, None]
-    first = index * _LEAF
-    transposed = tl.load(a + (first + across) * _CHUNK + first + down)
-    inverse = tl.where(across == down, 1.0, 0.0)
-    for row in range(1, _LEAF):
-        weights = tl.sum(tl.where(across == row, transposed, 0.0), axis=1)
-        done = tl.sum(weights[:, None] * inverse, axis=0)
-        inverse = tl.where(down == row, inverse - done[None, :], inverse)
+def _inverse(a):
+    """(I + a)⁻¹ of strictly lower triangular a. From that of the diagonal blocks of 2, 4, ... 32, D, and what lies between
+    them in the blocks of twice the size, L: D - D L D."""
+    at = tl.arange(0, _CHUNK)
+    down, across = at[:, None], at[None, :]
+    inverse = tl.where(down == across, 1.0, tl.where((down >> 1) == (across >> 1), -a, 0.0))
+    for level in range(1, 6):
+        between = ((down >> level) != (across >> level)) & ((down >> (level + 1)) == (across >> (level + 1)))
+        up, low = _halves(inverse)
+        a_up, a_low = _halves(tl.where(between, a, 0.0))
+        left_up, left_low = _halves(_product(up, low, a_up, a_low) * _UNDONE)
+        inverse -= _product(left_up, left_low, up, low) * _UNDONE
     return inverse
-
-
-@triton.jit
-def _block(a, row: tl.constexpr, column: tl.constexpr):
-    at = tl.arange(0, _LEAF)
-    return a + (row * _LEAF + at[:, None]) * _CHUNK + column * _LEAF + at[None, :]
-
-
-@triton.jit
-def _load(a, row: tl.constexpr, column: tl.constexpr):
-    return tl.load(_block(a, row, column))
-
-
-@triton.jit
-def _store(a, row: tl.constexpr, column: tl.constexpr, value):
-    tl.store(_block(a, row, column), value)
-
-
-@triton.jit
-def _mm(x, y):
-    return tl.dot(x, y, input_precision="ieee")
 
 
 @triton.jit(do_not_specialize_on_alignment=_FACTS)
 def _walk(
-    q,
-    k,
+    tiles,
+    squares,
     v,
-    beta,
-    inverse,
-    scores,
     total,
     state,
     out,
@@ -631,73 +598,110 @@ def _walk(
     starts,
     lengths,
     first_chunks,
-    Q_STRIDE: tl.constexpr,
-    K_STRIDE: tl.constexpr,
-    V_STRIDE: tl.constexpr,
     HEADS: tl.constexpr,
+    KEY_HEADS: tl.constexpr,
     DK: tl.constexpr,
     DV: tl.constexpr,
-    PART: tl.constexpr,
+    WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
     """Some columns of a head's state through the chunks of one span: with T the inverse and S the state before a chunk,
-    value = T beta (V - e^G K S), o = e^G Q S + scores value, S <- e^Glast S + (e^(Glast - G) K)ᵀ value."""
+    value = T beta (V - e^G K S), o = e^G Q S + scores value, S <- e^Glast S + (e^(Glast - G) K)ᵀ value. All of it lies
+    transposed, [column, ...]: so a product's left side comes from registers, and its right side from memory as it is."""
     head, span = tl.program_id(1), tl.program_id(2)
-    at, at_k = tl.arange(0, _CHUNK), tl.arange(0, PART)
+    at, at_k = tl.arange(0, _CHUNK), tl.arange(0, WIDTH)
     at_v = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     in_v = at_v < DV
-    tile = head * (DK * DV) + at_k[:, None] * DV + at_v[None, :]
-    before = state + tl.load(lanes + span) * (HEADS * DK * DV) + tile
-    s = tl.load(before, mask=(at_k < DK)[:, None] & in_v[None, :], other=0.0)
-    if PART < DK:
-        s_more = tl.load(before + PART * DV, mask=(PART + at_k < DK)[:, None] & in_v[None, :], other=0.0)
-    key_head = tl.load(head_map + head)
+    of_state = head * (DK * DV) + at_k[None, :] * DV + at_v[:, None]
+    in_state = (at_k < DK)[None, :] & in_v[:, None]
+    s = tl.load(state + tl.load(lanes + span) * (HEADS * DK * DV) + of_state, mask=in_state, other=0.0)
+    key_head = tl.load(head_map + head).to(tl.int32)
     of_value = head * DV + at_v
-    start, length, chunk = tl.load(starts + span), tl.load(lengths + span), tl.load(first_chunks + span)
+    start, length, chunk = tl.load(starts + span), tl.load(lengths + span), tl.load(first_chunks + span).to(tl.int32)
     for first in range(0, length, _CHUNK):
         live = first + at < length
         rows = start + first + at
         in_values = live[:, None] & in_v[None, :]
         place = chunk * HEADS + head
-        square = place * (_CHUNK * _CHUNK) + at[:, None] * _CHUNK + at[None, :]
+        tile = (chunk * KEY_HEADS + key_head) * (4 * _CHUNK)
+        keys_up, keys_low = tiles.load([tile, 0]), tiles.load([tile + _CHUNK, 0])
+        queries_up, queries_low = tiles.load([tile + 2 * _CHUNK, 0]), tiles.load([tile + 3 * _CHUNK, 0])
+        square = place * (4 * _CHUNK)
+        t_up, t_low = squares.load([square, 0]), squares.load([square + _CHUNK, 0])
+        p_up, p_low = squares.load([square + 2 * _CHUNK, 0]), squares.load([square + 3 * _CHUNK, 0])
+        values = tl.where(in_values, v.load([(start + first).to(tl.int32), head * DV + tl.program_id(0) * COLUMNS]), 0.0)
         sums = tl.load(total + place * _CHUNK + at)
         last = tl.load(total + place * _CHUNK + _CHUNK - 1)
-        growth = tl.exp(sums)
+        growth = tl.exp(sums)[None, :]
 
-        read = tl.dot(_part(k, rows, live, K_STRIDE, key_head, 0, DK, PART), s, input_precision=PRECISION)
-        if PART < DK:
-            read = tl.dot(_part(k, rows, live, K_STRIDE, key_head, PART, DK, PART), s_more, read, input_precision=PRECISION)
-        values = tl.load(v + rows[:, None] * V_STRIDE + of_value[None, :], mask=in_values, other=0.0)
-        strength = tl.load(beta + rows * HEADS + head, mask=live, other=0.0)
-        error = strength[:, None] * (values - growth[:, None] * read)
-        value = tl.dot(tl.load(inverse + square), error, input_precision=PRECISION)
-
-        o = tl.dot(_part(q, rows, live, Q_STRIDE, key_head, 0, DK, PART), s, input_precision=PRECISION)
-        if PART < DK:
-            o = tl.dot(_part(q, rows, live, Q_STRIDE, key_head, PART, DK, PART), s_more, o, input_precision=PRECISION)
-        o = tl.dot(tl.load(scores + square), value, growth[:, None] * o, input_precision=PRECISION)
-        tl.store(out + rows[:, None] * (HEADS * DV) + of_value[None, :], o, mask=in_values)
-
-        faded, decay = tl.exp(last - sums)[:, None] * value, tl.exp(last)
-        keys = tl.trans(_part(k, rows, live, K_STRIDE, key_head, 0, DK, PART))
-        s = tl.dot(keys, faded, decay * s, input_precision=PRECISION)
-        if PART < DK:
-            keys = tl.trans(_part(k, rows, live, K_STRIDE, key_head, PART, DK, PART))
-            s_more = tl.dot(keys, faded, decay * s_more, input_precision=PRECISION)
+        up, low, undone = _scaled_halves(s)
+        read = _product(up, low, tl.trans(keys_up), tl.trans(keys_low)) * undone
+        o = _product(up, low, tl.trans(queries_up), tl.trans(queries_low)) * undone
+        up, low, undone = _scaled_halves(tl.trans(values) - growth * read)
+        value = _product(up, low, tl.trans(t_up), tl.trans(t_low)) * undone
+        up, low, undone = _scaled_halves(value)
+        o = growth * o + _product(up, low, tl.trans(p_up), tl.trans(p_low)) * undone
+        tl.store(out + rows[:, None] * (HEADS * DV) + of_value[None, :], tl.trans(o), mask=in_values)
+        up, low, undone = _scaled_halves(tl.exp(last - sums)[None, :] * value)
+        s = tl.exp(last) * s + _product(up, low, keys_up, keys_low) * undone
         chunk += 1
-    behind = after + span.to(tl.int64) * (HEADS * DK * DV) + tile
-    tl.store(behind, s, mask=(at_k < DK)[:, None] & in_v[None, :])
-    if PART < DK:
-        tl.store(behind + PART * DV, s_more, mask=(PART + at_k < DK)[:, None] & in_v[None, :])
+    of_state = head * (DK * DV) + at_k[:, None] * DV + at_v[None, :]
+    in_state = (at_k < DK)[:, None] & in_v[None, :]
+    tl.store(after + span.to(tl.int64) * (HEADS * DK * DV) + of_state, tl.trans(s), mask=in_state)
 
 
 @triton.jit
-def _part(x, rows, live, STRIDE: tl.constexpr, head, first, DK: tl.constexpr, PART: tl.constexpr):
-    """[rows, PART] of a head's q or k from channel ``first``."""
-    at = first + tl.arange(0, PART)
+def _rows_of_head(x, rows, live, STRIDE: tl.constexpr, head, DK: tl.constexpr, WIDTH: tl.constexpr):
+    """[rows, WIDTH] of a head's q or k."""
+    at = tl.arange(0, WIDTH)
     inside = live[:, None] & (at < DK)[None, :]
     return tl.load(x + rows[:, None] * STRIDE + head * DK + at[None, :], mask=inside, other=0.0)
+
+
+_FIXED = tl.constexpr(2.0**10)
+"""Numbers of order one become so large that even the low half of a small one is a normal float16."""
+_UNDONE = tl.constexpr(2.0**-20)
+"""Of a product of two such."""
+
+
+@triton.jit
+def _halves(x):
+    return _cut(x * _FIXED)
+
+
+@triton.jit
+def _scaled_halves(x):
+    """Halves of x with the largest magnitude of each row brought to 2^14, and [n, 1] what undoes this and the scale of the
+    other side."""
+    largest = tl.max(tl.abs(x), axis=1)
+    shift = 14 - tl.maximum((largest.to(tl.int32, bitcast=True) >> 23) - 127, -96)
+    scale = ((127 + shift) << 23).to(tl.float32, bitcast=True)
+    undone = ((127 - shift - 10) << 23).to(tl.float32, bitcast=True)
+    high, low = _cut(x * scale[:, None])
+    return high, low, undone[:, None]
+
+
+@triton.jit
+def _cut(x):
+    high = x.to(tl.float16)
+    return high, (x - high.to(tl.float32)).to(tl.float16)
+
+
+@triton.jit
+def _store_halves(tile, high, low):
+    """One tile behind the other."""
+    height: tl.constexpr = high.shape[0]
+    width: tl.constexpr = high.shape[1]
+    at = tl.arange(0, height)[:, None] * width + tl.arange(0, width)[None, :]
+    tl.store(tile + at, high)
+    tl.store(tile + height * width + at, low)
+
+
+@triton.jit
+def _product(x_high, x_low, y_high, y_low):
+    """All but the product of both low halves, the smaller ones first."""
+    total = tl.dot(x_high, y_low, tl.dot(x_low, y_high))
+    return tl.dot(x_high, y_high, total)
 
 
 # -- layouts ---------------------------------------------------------------------------------------------------------------
@@ -712,3 +716,9 @@ def _aligned(state: Tensor) -> Tensor:
     """Contiguous at a multiple of 16 bytes, as every layer of a pool is."""
     state = state.contiguous()
     return state if state.data_ptr() % 16 == 0 else state.clone()
+
+
+def _for_descriptor(x: Tensor) -> Tensor:
+    """Rows that begin at multiples of 16 bytes."""
+    fits = x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0
+    return x if fits else x.clone(memory_format=torch.contiguous_format)
