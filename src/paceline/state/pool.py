@@ -265,14 +265,13 @@ class StatePool:
         if txn.prefill:
             self._write_context(txn.prefill, txn.prefill.batch.span_lengths)
         prompts = txn.of_kind("prefill")
-        advanced = _new_states(txn.prefill, len(prompts)) if txn.prefill else None
+        advanced = self._advanced(txn.prefill, [span.lane for span in prompts]) if txn.prefill else None
         if txn.decode:
             batch = txn.decode.batch
             gdn_replay(self.gdn, self.log.k, self.log.d, self.log.g, keep, self.head_map, batch)
             advance_history(self.history, self.log.raw, keep, batch)
-        if txn.prefill and advanced:
-            lanes = txn.prefill.batch.lanes[: len(prompts)]
-            self.gdn[:, lanes], self.history[:, lanes] = advanced
+        if advanced:
+            torch._foreach_copy_(*advanced)
         for fork in txn.forks:
             self._copy(fork)
 
@@ -332,6 +331,19 @@ class StatePool:
             staged.append(StagedRows(self.draft_k[layer], view.k, table, ring))
             staged.append(StagedRows(self.draft_v[layer], view.v, table, ring))
         write_kept(staged, keep, half.batch)
+
+    def _advanced(self, half: Half, lanes: list[int]) -> tuple[list[Tensor], list[Tensor]]:
+        """What to overwrite in the lanes of a prefill forward's first spans, layer by layer, and with what."""
+        places: list[Tensor] = []
+        values: list[Tensor] = []
+        for lane in lanes:
+            places += [*self.gdn[:, lane].unbind(), *self.history[:, lane].unbind()]
+        views = [view for view in half.target.layers if isinstance(view, GdnView)]
+        states = [_rows(view.new_state) for view in views]
+        histories = [_rows(view.new_history) for view in views]
+        for index in range(len(lanes)):
+            values += [rows[index] for rows in (*states, *histories)]
+        return places, values
 
     # -- views ---------------------------------------------------------------------------------------------------------
 
@@ -394,15 +406,9 @@ def _check_keep(txn: Txn, keep: Sequence[int]) -> None:
         assert span.kind == "decode" or rows == span.length, "prompt rows are always kept"
 
 
-def _new_states(half: Half, spans: int) -> tuple[Tensor, Tensor]:
-    """What a prefill forward left of its first spans: state [layers, S, Hv, Dk, Dv] and history [layers, S, w-1, C]."""
-    states, histories = [], []
-    for view in half.target.layers:
-        if isinstance(view, GdnView):
-            assert view.new_state is not None and view.new_history is not None, "the forward left no state"
-            states.append(view.new_state[:spans])
-            histories.append(view.new_history[:spans])
-    return torch.stack(states), torch.stack(histories)
+def _rows(x: Tensor | None) -> tuple[Tensor, ...]:
+    assert x is not None, "the forward left no state"
+    return x.unbind()
 
 
 def _rings(shape: StateShape, width: int) -> np.ndarray:
