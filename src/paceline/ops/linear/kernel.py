@@ -466,13 +466,14 @@ def _expand(codes, high, scales, d, out, blocks, UNIT: tl.constexpr, FORM: tl.co
 
 @triton.jit
 def _undo_scaling(out, factors, outputs, scale, BLOCK: tl.constexpr):
-    """Multiply a row by its factor; nearly all are one and cost nothing."""
+    """Multiply a row by its factor; nearly all are one and cost nothing, so that one program for a row is enough."""
     row = tl.program_id(0)
     factor = tl.load(factors + row) * scale
     if factor != 1.0:
-        column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        at = out + row.to(tl.int64) * outputs + column
-        tl.store(at, tl.load(at, mask=column < outputs) * factor, mask=column < outputs)
+        for start in range(0, outputs, BLOCK):
+            column = start + tl.arange(0, BLOCK)
+            at = out + row.to(tl.int64) * outputs + column
+            tl.store(at, tl.load(at, mask=column < outputs) * factor, mask=column < outputs)
 
 
 def linear(x: Tensor | Rows, weight: TiledWeight | QuantTensor, kind: RowKind) -> Tensor:
@@ -569,8 +570,7 @@ def _prefill(x: Rows, weight: TiledWeight) -> Tensor:
     out = torch.empty(padded(x.rows, PANEL), outputs, device=x.device)
     for rows in _panels(x.rows, heights):
         _multiply_panel(x.values[rows, : weight.columns], dense, out[rows])
-    block = 4096
-    _undo_scaling[(x.rows, -(-outputs // block))](out, x.factors, outputs, weight.scale, BLOCK=block)
+    _undo_scaling[(x.rows,)](out, x.factors, outputs, weight.scale, BLOCK=4096)
     return out[: x.rows]
 
 
