@@ -72,7 +72,7 @@ def recurrence(rows: Rows, state: Tensor, head_map: Tensor) -> tuple[Tensor, Ten
 
 def close(got: Tensor, expected: Tensor, magnitude: float = 1.0, what: str = "") -> None:
     # values and states are of order ``magnitude``; single roundings decay with the state and do not pile up. exp is good to
-    # 2^-22, tf32x3 products to about 1e-6
+    # 2^-22, products of two float16 halves to about 1e-6
     error = (got.double() - expected).abs().max().item() if got.numel() else 0.0
     assert error <= 6e-6 * magnitude, f"{what}: error {error}"
 

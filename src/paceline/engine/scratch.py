@@ -78,12 +78,14 @@ def _captured(shape: StateShape) -> int:
 
 def _numbers_per_row(shape: StateShape) -> int:
     """Float32 numbers of one row: the residual stream and its norm, before and after; the widest sublayer's inputs, outputs
-    and what is between; the chunk matrices of the delta rule; features, taken and joined, and the drafter's context."""
+    and what is between; the delta rule's chunk matrices and its q and k in two halves; features, taken and joined, and the
+    drafter's context."""
     target, drafter = shape.target, shape.drafter
     inner = target.gdn_value_heads * target.gdn_value_dim
     heads = (2 * target.num_heads + 2 * target.num_kv_heads) * target.head_dim
     widest = max(target.intermediate_size, target.conv_channels + inner, heads)
     numbers = 4 * target.hidden_size + 4 * widest + 2 * target.gdn_value_heads * CHUNK_SIZE
+    numbers += 2 * target.gdn_key_heads * target.gdn_key_dim
     if drafter is not None:
         context = 2 * drafter.num_layers * drafter.num_kv_heads * drafter.head_dim
         numbers += 2 * len(drafter.target_layer_ids) * target.hidden_size + context
