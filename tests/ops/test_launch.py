@@ -10,35 +10,45 @@ import pytest
 
 import paceline.ops
 
-WEIGHTS = {"weight"}
-"""What no kernel writes, so that it may be read before."""
+LASTING = {"weight", "state", "head_map", "lanes", "starts", "lengths"}
+"""What no kernel of a forward writes, so that it may be read before: weights, committed states and the facts of a batch."""
+TURNS = ("await_turn(PDL)", "await_turn_alone(PDL)")
 LAUNCH = Path(paceline.ops.__path__[0]) / "launch.py"
 
 
 def overlapping(source: str) -> Iterator[ast.FunctionDef]:
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.FunctionDef) and "PDL" in (a.arg for a in node.args.args) and node.name != "await_turn":
+        if (
+            isinstance(node, ast.FunctionDef)
+            and "PDL" in (a.arg for a in node.args.args)
+            and not node.name.startswith("await_turn")
+        ):
             yield node
 
 
 def fault(function: ast.FunctionDef) -> str | None:
     """What it does before its turn that it must not, None if it does nothing."""
     for statement in function.body:
-        if ast.unparse(statement) == "await_turn(PDL)":
+        if ast.unparse(statement) in TURNS:
             return None
         for node in ast.walk(statement):
             if isinstance(node, ast.Return | ast.If | ast.For | ast.While):
                 return f"a {type(node).__name__}"
-            if isinstance(node, ast.Call) and ast.unparse(node.func) != "tl.load" and ast.unparse(node.func) not in HARMLESS:
-                return f"a call of {ast.unparse(node.func)}"
-            if isinstance(node, ast.Call) and ast.unparse(node.func) == "tl.load":
+            if not isinstance(node, ast.Call):
+                continue
+            function_name = ast.unparse(node.func)
+            if function_name in LOADS:
                 names = {part.id for part in ast.walk(node.args[0]) if isinstance(part, ast.Name)}
-                if not names & WEIGHTS:
+                if not names & LASTING:
                     return f"a load: {ast.unparse(node)}"
+            elif function_name not in HARMLESS and not function_name.endswith(").to"):
+                return f"a call of {function_name}"
     return "no waiting at all"
 
 
-HARMLESS = {"tl.program_id", "tl.program_id(0).to", "tl.arange"}
+LOADS = {"tl.load", "_bands"}
+"""From what their first argument points to."""
+HARMLESS = {"tl.program_id", "tl.arange"}
 
 
 @pytest.mark.parametrize("path", sorted(LAUNCH.parent.glob("*/kernel.py")), ids=lambda path: path.parent.name)
@@ -56,6 +66,8 @@ def test_kernels_wait_before_they_touch_anything(path: Path) -> None:
         ("tl.store(x, 0)\n    await_turn(PDL)", "a call of tl.store"),
         ("y = 1", "no waiting at all"),
         ("y = tl.load(weight + tl.arange(0, 8))\n    await_turn(PDL)", None),
+        ("y = _bands(state + tl.load(lanes).to(tl.int32))\n    await_turn_alone(PDL)", None),
+        ("y = _bands(x)\n    await_turn(PDL)", "a load: _bands(x)"),
     ],
 )
 def test_the_rule_sees_faults(body: str, expected: str | None) -> None:

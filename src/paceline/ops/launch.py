@@ -7,7 +7,9 @@ with ``pdl`` it may begin earlier: as soon as every program of the one before ha
 waits until that one has ended and its writes can be seen. So a kernel launched with ``pdl``
 
 - calls ``await_turn`` in every program, on every path: the next kernel takes it that what is before this one has ended too;
-- calls it before it touches anything that another kernel may write or still read. What is left are weights.
+- calls it before it touches anything that another kernel may write or still read. What is left are weights, and what only
+  changes between forwards: the facts of a batch, and committed states, whose kernel calls ``await_turn_alone``. (Between a
+  commit and the next forward something is launched without ``pdl``, if only the forward's graph.)
 
 A kernel launched without it waits for everything, and what is launched behind it, for it.
 """
@@ -48,4 +50,11 @@ def await_turn(PDL: tl.constexpr):
     """Let the next kernel begin, and wait until the one before has ended."""
     if PDL:
         gdc_launch_dependents()
+        gdc_wait()
+
+
+@triton.jit
+def await_turn_alone(PDL: tl.constexpr):
+    """Wait until the one before has ended. The next kernel begins when this one has ended too."""
+    if PDL:
         gdc_wait()

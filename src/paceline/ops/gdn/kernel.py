@@ -18,11 +18,14 @@ from paceline.batch import PackedBatch
 from paceline.config import CHUNK_SIZE
 from paceline.ops.conv.kernel import raw_input
 from paceline.ops.gdn.ref import CHUNK_PLAN, GdnInputs, ReplayLog, chunk_facts
-from paceline.ops.launch import await_turn, has_little_shared_memory, pdl
+from paceline.ops.launch import await_turn, await_turn_alone, has_little_shared_memory, pdl
 from paceline.transfer import to_device
 
-_VERIFY_COLUMNS, _VERIFY_WARPS = 16, 1
-"""With one warp a sum over Dk never waits for another warp."""
+_VERIFY_COLUMNS, _VERIFY_WARPS = 16, 2
+"""Columns of each warp, which has all of Dk, so that no sum waits for another warp; those of a program share rows in L1. A
+thread needs 94 registers, and up to 96 a multiprocessor has room for 20 warps: all those of six lanes run at once."""
+_PAIRS = tl.constexpr(8)
+"""Rows of a state are taken in bands of so many pairs, as many as there are threads of a warp along Dk."""
 _REPLAY_COLUMNS, _REPLAY_WARPS = 32, 4
 _PREPARE_WARPS = 4
 _WALK_COLUMNS, _WALK_WARPS, _WALK_STAGES = 64, 4, 2
@@ -212,12 +215,13 @@ def gdn_verify(
     batch: PackedBatch,
     log: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    q, k, v, state = _packed_heads(q), _packed_heads(k), _packed_heads(v), _aligned(state)
+    q, k, v, state = _even(_packed_heads(q)), _even(_packed_heads(k)), _aligned(v), _aligned(state)
     out = torch.empty(v.shape, dtype=torch.float32, device=v.device)
     delta = torch.empty_like(out) if log is None else log[: len(v)]
-    assert delta.is_contiguous(), "a log must be contiguous"
+    assert delta.is_contiguous() and delta.data_ptr() % 16 == 0, "a log must be contiguous and aligned"
     heads, dk, dv = state.shape[1:]
-    _verify[triton.cdiv(dv, _VERIFY_COLUMNS), heads, batch.num_spans](
+    assert dk % 2 == 0, "q and k are read in pairs"
+    _verify[triton.cdiv(dv, _VERIFY_WARPS * _VERIFY_COLUMNS), heads, batch.num_spans](
         q,
         k,
         v,
@@ -232,11 +236,10 @@ def gdn_verify(
         batch.span_lengths,
         q.stride(0),
         k.stride(0),
-        v.stride(0),
         HEADS=heads,
         DK=dk,
         DV=dv,
-        QUARTER=max(1, triton.next_power_of_2(dk) // 4),
+        WARPS=_VERIFY_WARPS,
         COLUMNS=_VERIFY_COLUMNS,
         num_warps=_VERIFY_WARPS,
         enable_fp_fusion=False,
@@ -245,11 +248,11 @@ def gdn_verify(
     return out, delta
 
 
-_ANY_ALIGNMENT = ["q", "k", "v", "beta", "g", "out", "delta", "head_map", *_FACTS]
+_ANY_ALIGNMENT = ["q", "k", "beta", "g", "head_map", *_FACTS]
 """Where these lie must not choose the code: another layout of the state's tile is another order of summation."""
 
 
-@triton.jit(do_not_specialize=["q_stride", "k_stride", "v_stride"], do_not_specialize_on_alignment=_ANY_ALIGNMENT)
+@triton.jit(do_not_specialize=["q_stride", "k_stride"], do_not_specialize_on_alignment=_ANY_ALIGNMENT)
 def _verify(
     q,
     k,
@@ -265,82 +268,117 @@ def _verify(
     lengths,
     q_stride,
     k_stride,
-    v_stride,
     HEADS: tl.constexpr,
     DK: tl.constexpr,
     DV: tl.constexpr,
-    QUARTER: tl.constexpr,
+    WARPS: tl.constexpr,
     COLUMNS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    await_turn(PDL)
     head, span = tl.program_id(1), tl.program_id(2)
-    start, length = tl.load(starts + span), tl.load(lengths + span)
+    start, length = tl.load(starts + span), tl.load(lengths + span).to(tl.int32)
+    place = tl.arange(0, WARPS * _PAIRS)
+    pair, first_column = place % _PAIRS, (tl.program_id(0) * WARPS + place // _PAIRS) * COLUMNS
+    at_v = first_column[:, None] + tl.arange(0, COLUMNS)[None, :]
+    # committed state changes between forwards only: it is on its way while the kernels before this one still run
+    s = _bands(state + (tl.load(lanes + span) * HEADS + head) * (DK * DV), pair, at_v, tl.minimum(length, 1) * DV, DK, DV)
+    key, of_value = tl.load(head_map + head) * DK, head * DV + at_v
+    in_v, first_in_v = at_v < DV, (at_v < DV) & (pair == 0)[:, None]
+    await_turn(PDL)
     if length == 0:
         return
-    at_k = tl.arange(0, QUARTER)
-    at_v = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    in_v = at_v < DV
-    tile = state + (tl.load(lanes + span) * HEADS + head) * (DK * DV) + at_k[:, None] * DV + at_v[None, :]
-    s0 = tl.load(tile, mask=(at_k < DK)[:, None] & in_v[None, :], other=0.0)
-    s1 = tl.load(tile + QUARTER * DV, mask=(QUARTER + at_k < DK)[:, None] & in_v[None, :], other=0.0)
-    s2 = tl.load(tile + 2 * QUARTER * DV, mask=(2 * QUARTER + at_k < DK)[:, None] & in_v[None, :], other=0.0)
-    s3 = tl.load(tile + 3 * QUARTER * DV, mask=(3 * QUARTER + at_k < DK)[:, None] & in_v[None, :], other=0.0)
-    key = tl.load(head_map + head) * DK
-    of_value = head * DV + at_v
     q += start * q_stride + key
     k += start * k_stride + key
-    v += start * v_stride + of_value
+    v += start * (HEADS * DV)
+    out += start * (HEADS * DV)
+    delta += start * (HEADS * DV)
     beta += start * HEADS + head
     g += start * HEADS + head
-    out += start * (HEADS * DV) + of_value
-    delta += start * (HEADS * DV) + of_value
-    q_row, k_row, v_row = _quarters(q, at_k, DK, QUARTER), _quarters(k, at_k, DK, QUARTER), tl.load(v, mask=in_v, other=0.0)
-    strength, decay = tl.load(beta), _decay(tl.load(g))
-    for step in tl.range(length, loop_unroll_factor=2):
-        # the next row is fetched while this one is computed; the last fetches itself again
-        more = (step + 1 < length).to(tl.int64)
-        q += more * q_stride
-        k += more * k_stride
-        v += more * v_stride
-        beta += more * HEADS
-        g += more * HEADS
-        q_ahead, k_ahead = _quarters(q, at_k, DK, QUARTER), _quarters(k, at_k, DK, QUARTER)
-        v_ahead, strength_ahead, g_ahead = tl.load(v, mask=in_v, other=0.0), tl.load(beta), tl.load(g)
-
-        s0, s1, s2, s3 = decay * s0, decay * s1, decay * s2, decay * s3
-        d = strength * (v_row - _contract(k_row, s0, s1, s2, s3))
-        o = _contract(q_row, s0, s1, s2, s3) + _overlap(k_row, q_row) * d
-        tl.store(delta + step * (HEADS * DV), d, mask=in_v)
-        tl.store(out + step * (HEADS * DV), o, mask=in_v)
-        s0, s1 = _add_product(s0, k_row[0], d), _add_product(s1, k_row[1], d)
-        s2, s3 = _add_product(s2, k_row[2], d), _add_product(s3, k_row[3], d)
-        q_row, k_row, v_row, strength, decay = q_ahead, k_ahead, v_ahead, strength_ahead, _decay(g_ahead)
+    _bring(q, q_stride, k, k_stride, length, key, DK)
+    g_row = tl.load(g)
+    for step in tl.range(length):
+        # what all of the state waits for is fetched a row ahead; the last row fetches its own again
+        decay, g_row = _decay(g_row), tl.load(g + tl.minimum(step + 1, length - 1) * HEADS)
+        v_row, strength = tl.load(v + of_value, mask=in_v, other=0.0), tl.load(beta)
+        s, read = _faded(s, decay, k, pair, DK)
+        d = strength * (v_row - _over_pairs(read))
+        tl.store(delta + of_value, d, mask=first_in_v)
+        s, read = _advanced(s, k, d, q, pair, DK)
+        tl.store(out + of_value, _over_pairs(read), mask=first_in_v)
+        q += q_stride
+        k += k_stride
+        v += HEADS * DV
+        out += HEADS * DV
+        delta += HEADS * DV
+        beta += HEADS
 
 
 @triton.jit
-def _quarters(x, at, DK: tl.constexpr, QUARTER: tl.constexpr):
-    """A vector over Dk in four parts."""
-    return (
-        tl.load(x + at, mask=at < DK, other=0.0),
-        tl.load(x + QUARTER + at, mask=QUARTER + at < DK, other=0.0),
-        tl.load(x + 2 * QUARTER + at, mask=2 * QUARTER + at < DK, other=0.0),
-        tl.load(x + 3 * QUARTER + at, mask=3 * QUARTER + at < DK, other=0.0),
-    )
+def _bring(q, q_stride, k, k_stride, length, key, DK: tl.constexpr):
+    """The first rows of q and k to L1, all at once, rather than each when its turn comes: one number of every 32 bytes is
+    loaded. What keeps the compiler from leaving that out is a store that never happens, as ``key`` is not negative."""
+    row, at = tl.arange(0, 8)[:, None], 8 * tl.arange(0, 16)[None, :]
+    inside = (row < length) & (at < DK)
+    q, k = q + row * q_stride + at, k + row * k_stride + at
+    tl.store(q, tl.load(q, mask=inside, other=0.0) + tl.load(k, mask=inside, other=0.0), mask=row + at < -key)
 
 
 @triton.jit
-def _contract(x, s0, s1, s2, s3):
-    """Sᵀx: the quarters are added by fused operations that are asked for by name, so that no compiler may choose."""
-    total = tl.fma(x[1][:, None], s1, x[0][:, None] * s0)
-    total = tl.fma(x[2][:, None], s2, total)
-    return tl.sum(tl.fma(x[3][:, None], s3, total), axis=0)
+def _bands(tile, pair, at_v, end, DK: tl.constexpr, DV: tl.constexpr):
+    """Some columns of a state before ``end``, as tensors [warps * _PAIRS, columns]. Of every 2 * _PAIRS rows the even ones
+    are a band and the odd ones the next, as ``_pair`` reads a vector over Dk."""
+    s = ()
+    for band in tl.static_range(2 * ((DK + 2 * _PAIRS - 1) // (2 * _PAIRS))):
+        row = (2 * pair + band // 2 * (2 * _PAIRS) + band % 2)[:, None]
+        # past L1, which is for the rows
+        s += (tl.load(tile + row * DV + at_v, mask=(row < DK) & (at_v < end), other=0.0, cache_modifier=".cg"),)
+    return s
 
 
 @triton.jit
-def _overlap(x, y):
-    total = tl.fma(x[2], y[2], tl.fma(x[1], y[1], x[0] * y[0]))
-    return tl.sum(tl.fma(x[3], y[3], total), axis=0)
+def _faded(s, decay, k, pair, DK: tl.constexpr):
+    """decay S, and each pair's part of Sᵀk then: the bands are added by fused operations that are asked for by name, so
+    that no compiler may choose."""
+    faded, read = (), tl.zeros(s[0].shape, tl.float32)
+    for first in tl.static_range(0, len(s), 2):
+        of_k = _pair(k, pair, first, DK)
+        for odd in tl.static_range(2):
+            band = decay * s[first + odd]
+            read = tl.fma(of_k[odd], band, read)
+            faded += (band,)
+    return faded, read
+
+
+@triton.jit
+def _advanced(s, k, d, q, pair, DK: tl.constexpr):
+    """S + k dᵀ, and each pair's part of Sᵀq then. k is read once more, from L1, rather than held in registers that decide
+    how many warps there is room for."""
+    advanced, read = (), tl.zeros(s[0].shape, tl.float32)
+    for first in tl.static_range(0, len(s), 2):
+        of_k, of_q = _pair(k, pair, first, DK), _pair(q, pair, first, DK)
+        for odd in tl.static_range(2):
+            band = _add_product(s[first + odd], of_k[odd], d)
+            read = tl.fma(of_q[odd], band, read)
+            advanced += (band,)
+    return advanced, read
+
+
+@triton.jit
+def _pair(x, pair, first: tl.constexpr, DK: tl.constexpr):
+    """What a vector over Dk has for two bands of a state, [warps * _PAIRS, 1] each. So few numbers at a time each thread
+    reads by itself, without a detour through shared memory, and two of them by one load."""
+    at = pair + first // 2 * _PAIRS
+    both = tl.load(x.to(tl.pointer_type(tl.int64)) + at, mask=at < DK // 2, other=0)
+    even, odd = both.to(tl.int32), (both >> 32).to(tl.int32)
+    return even.to(tl.float32, bitcast=True)[:, None], odd.to(tl.float32, bitcast=True)[:, None]
+
+
+@triton.jit
+def _over_pairs(parts):
+    """The sum of a warp's pairs, for each of them."""
+    of_warps = tl.reshape(parts, (parts.shape[0] // _PAIRS, _PAIRS, parts.shape[1]))
+    sums = tl.sum(of_warps, axis=1, keep_dims=True)
+    return tl.reshape(tl.broadcast_to(sums, of_warps.shape), parts.shape)
 
 
 @triton.jit
@@ -351,7 +389,7 @@ def _decay(g):
 @triton.jit
 def _add_product(s, k, d):
     """S + k dᵀ, fused. A step is e^g S, rounded, and then this."""
-    return tl.fma(k[:, None], d[None, :], s)
+    return tl.fma(k, d, s)
 
 
 def gdn_replay(state: Tensor, k: Tensor, d: Tensor, g: Tensor, keep: Tensor, head_map: Tensor, batch: PackedBatch) -> None:
@@ -407,7 +445,7 @@ def _replay(
     COLUMNS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    await_turn(PDL)
+    await_turn_alone(PDL)
     tiles: tl.constexpr = (DV + COLUMNS - 1) // COLUMNS
     head, span, layer = tl.program_id(0) // tiles, tl.program_id(1), tl.program_id(2).to(tl.int64)
     kept = tl.minimum(tl.load(keep + span), tl.load(lengths + span))
@@ -428,7 +466,7 @@ def _replay(
     for row in range(first, first + kept):
         k_row = tl.load(k + (row * KEY_HEADS + key_head) * DK + at_k, mask=in_k, other=0.0)
         d_row = tl.load(d + (row * HEADS + head) * DV + at_v, mask=in_v, other=0.0)
-        s = _add_product(_decay(tl.load(g + row * HEADS + head)) * s, k_row, d_row)
+        s = _add_product(_decay(tl.load(g + row * HEADS + head)) * s, k_row[:, None], d_row[None, :])
     tl.store(tile, s, mask=in_tile)
 
 
@@ -712,10 +750,15 @@ def _packed_heads(x: Tensor) -> Tensor:
     return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()
 
 
-def _aligned(state: Tensor) -> Tensor:
+def _even(x: Tensor) -> Tensor:
+    """With rows that begin at multiples of 8 bytes, as those of an even Dk do unless somebody cut them off otherwise."""
+    return x if x.data_ptr() % 8 == 0 and x.stride(0) % 2 == 0 else x.clone(memory_format=torch.contiguous_format)
+
+
+def _aligned(x: Tensor) -> Tensor:
     """Contiguous at a multiple of 16 bytes, as every layer of a pool is."""
-    state = state.contiguous()
-    return state if state.data_ptr() % 16 == 0 else state.clone()
+    x = x.contiguous()
+    return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
 def _for_descriptor(x: Tensor) -> Tensor:
