@@ -75,7 +75,7 @@ def launched_kernels() -> set[str]:
 
 def test_every_kernel_of_ours_has_a_family() -> None:
     names = launched_kernels()
-    assert {"_partial_sums", "_attend", "_verify", "_inputs", "_add_norm", "_rows_with_gates", "product"} <= names
+    assert {"_partial_sums", "_attend", "_verify", "_inputs", "_add_norm", "_rows_of_heads", "product"} <= names
     assert {name for name in names if family_of(name) == "other"} == set()
 
 

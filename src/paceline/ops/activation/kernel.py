@@ -1,8 +1,9 @@
 """Products with a gate, a whole row per program, because a row of ``Rows`` is scaled by its largest magnitude.
 
-A row is two pieces whose lengths are powers of two: 17408 = 16384 + 1024 elements are all there is to compute. The other
-activations stay with torch on a GPU too: they are applied to small tensors, and there every element goes through the same
-code, so the reference is row-invariant as it is.
+A row is two pieces whose lengths are powers of two: 17408 = 16384 + 1024 elements are all there is to compute. A program is
+few warps with many elements each, loaded by 16 bytes: a multiprocessor has one row, and its instructions are the time. The
+other activations stay with torch on a GPU too: they are applied to small tensors, and there every element goes through the
+same code, so the reference is row-invariant as it is.
 """
 
 from __future__ import annotations
@@ -18,11 +19,14 @@ from paceline.ops.linear.rows import COLUMN_STEP, ROW_STEP, Rows, padded
 
 _LONGEST = 1024
 """Elements that lie side by side in a tile."""
+_MOST_WARPS = 16
+_LANES = 4
+"""Elements of a load of 16 bytes."""
 
 
 def swiglu(gate: Tensor, up: Tensor, operand: torch.dtype | None = None) -> Tensor | Rows:
     size = gate.shape[1]
-    length = min(size & -size, _LONGEST)
+    length = size if size % _LANES else min(size & -size, _LONGEST)
     return gated(up.unflatten(1, (-1, length)), gate.unflatten(1, (-1, length)), None, sigmoid=False, operand=operand)
 
 
@@ -37,29 +41,29 @@ def gated(
     each head of o goes through it first."""
     rows, heads, dim = o.shape
     weight, eps = norm or (None, 0.0)
-    o, gate = (x if x.stride(2) == 1 else x.contiguous() for x in (o, gate))
+    o, gate, weight = aligned(o), aligned(gate), None if weight is None else aligned(weight)
     values, factors, width = row_outputs(rows, heads * dim, o.device, operand)
-    first, rest = pieces(heads, -(-width // dim))
     block = triton.next_power_of_2(dim)
-    kernel = _rows_with_gates if weight is None else _rows_with_norms
+    length, first, rest, warps = strips(-(-width // dim) * block, block)
     if rows:
-        kernel[(rows,)](
+        _rows_of_heads[(rows,)](
             o,
             gate,
             weight,
             values,
             factors,
-            *o.stride()[:2],
-            *gate.stride()[:2],
+            *(stride // _LANES for x in (o, gate) for stride in x.stride()[:2]),
             eps,
             HEADS=heads,
             DIM=dim,
             WIDTH=width,
+            LENGTH=length,
             FIRST=first,
             REST=rest,
             BLOCK=block,
             SIGMOID=sigmoid,
-            num_warps=warps_for(first * block),
+            PTX=torch.version.cuda is not None and o.is_cuda,
+            num_warps=warps,
             **pdl(o.device),
         )
     return finished(values, factors, rows, heads * dim)
@@ -94,6 +98,46 @@ def warps_for(elements: int) -> int:
     return min(32, max(1, elements // 256))
 
 
+def aligned(x: Tensor) -> Tensor:
+    """x of float32, copied unless each row of its last dimension begins at a multiple of 16 bytes. How it lies in memory
+    must not choose the code: another load width is another order of summation."""
+    if x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and not any(stride % _LANES for stride in x.stride()[:-1]):
+        return x
+    size = x.shape[-1]
+    return x.new_empty(*x.shape[:-1], size + -size % _LANES)[..., :size].copy_(x)
+
+
+def strips(elements: int, block: int = 1) -> tuple[int, int, int, int]:
+    """How a program holds a row: (length of a strip, a multiple of ``block``; strips of the first piece; of the rest;
+    warps). A strip is whole loads of 16 bytes of every thread, so that what goes from strip to strip stays in the thread."""
+    warps = min(_MOST_WARPS, max(1, triton.next_power_of_2(elements) // 512))
+    length = max(block, 32 * _LANES * warps)
+    count = triton.cdiv(elements, length)
+    first = 1 << max(0, (count - 1).bit_length() - 1)
+    return length, first, triton.next_power_of_2(max(1, count - first)), warps
+
+
+@triton.jit
+def by_fours(row, column):
+    """Their sum, a place in a row. Said to be contiguous by fours only, lest 16-bit elements are stored from a layout of
+    their own, into which everything would be converted. (A hint is lost on what a function is given.)"""
+    return tl.max_contiguous(row + column, [1, 4])
+
+
+@triton.jit
+def scaled(factor, largest, first, rest):
+    """Both pieces of a row whose largest magnitude this is, as a row of ``Rows``, whose factor is stored."""
+    scale, undone = scale_of_row(largest)
+    tl.store(factor, undone)
+    return first * scale, rest * scale
+
+
+@triton.jit
+def store_strips(values, first, at, within, rest, more, inside):
+    tl.store(values + at, first.to(values.dtype.element_ty), mask=within)
+    tl.store(values + more, rest.to(values.dtype.element_ty), mask=inside)
+
+
 @triton.jit
 def store_row(values, factors, row, first, at_first, in_first, rest, at_rest, in_rest, WIDTH: tl.constexpr):
     """Both pieces of a row, scaled if rows have factors."""
@@ -111,32 +155,55 @@ def store_row(values, factors, row, first, at_first, in_first, rest, at_rest, in
 
 
 @triton.jit
-def _piece(
+def _gated(
     o,
     gate,
     weight,
-    o_stride,
-    gate_stride,
+    o_head,
+    gate_head,
     eps,
-    heads,
+    head,
+    dim,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK: tl.constexpr,
     SIGMOID: tl.constexpr,
+    PTX: tl.constexpr,
 ):
-    """Some heads [n, 1] of one row, zeros in what is no element."""
-    dim = tl.arange(0, BLOCK)[None, :]
-    inside = (heads < HEADS) & (dim < DIM)
-    value = tl.load(o + heads * o_stride + dim, mask=inside, other=0.0)
-    z = tl.load(gate + heads * gate_stride + dim, mask=inside, other=0.0)
+    """Some strips of one row, zeros in what is no element; ``weight`` [1, length of a strip]."""
+    inside = (head < HEADS) & (dim < DIM)
+    value = tl.load(o + head * o_head + dim, mask=inside, other=0.0)
+    z = tl.load(gate + head * gate_head + dim, mask=inside, other=0.0)
     if weight is not None:
-        square = tl.sum(value * value, axis=1) / DIM
-        value = value * (1.0 / tl.sqrt_rn(square + eps))[:, None]
-        value = value * tl.load(weight + dim, mask=dim < DIM, other=0.0)
-    below = 1.0 + tl.exp(-z)
-    return value / below if SIGMOID else value * (z / below)
+        heads = tl.reshape(value, (value.shape[0], value.shape[1] // BLOCK, BLOCK))
+        square = tl.sum(heads * heads, axis=2) / DIM
+        heads = heads * (1.0 / tl.sqrt_rn(square + eps))[:, :, None]
+        value = tl.reshape(heads, (value.shape[0], value.shape[1])) * weight
+    return value * _sigmoid(z, PTX) if SIGMOID else value * (z * _sigmoid(z, PTX))
 
 
+@triton.jit
+def _sigmoid(z, PTX: tl.constexpr):
+    """The two approximations that ``exp`` and a division are made of, without what they do about denormal numbers: one plus
+    such a number is one, and the reciprocal of one whose own would be denormal, below 2^-126, becomes zero."""
+    if not PTX:
+        return 1.0 / (1.0 + tl.exp(-z))
+    return tl.inline_asm_elementwise(
+        """{
+        mul.f32 $0, $1, 0fBFB8AA3B;
+        ex2.approx.ftz.f32 $0, $0;
+        add.f32 $0, $0, 0f3F800000;
+        rcp.approx.ftz.f32 $0, $0;
+        }""",
+        "=&f,f",
+        [z],
+        dtype=tl.float32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit(do_not_specialize=["o_row", "o_head", "gate_row", "gate_head"])
 def _rows_of_heads(
     o,
     gate,
@@ -151,29 +218,32 @@ def _rows_of_heads(
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     WIDTH: tl.constexpr,
+    LENGTH: tl.constexpr,
     FIRST: tl.constexpr,
     REST: tl.constexpr,
     BLOCK: tl.constexpr,
     SIGMOID: tl.constexpr,
+    PTX: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Strides are those of groups of ``_LANES`` elements, which tells the compiler that there are such groups."""
+    within = tl.arange(0, LENGTH)[None, :]
+    at, more = tl.arange(0, FIRST)[:, None] * LENGTH + within, (FIRST + tl.arange(0, REST))[:, None] * LENGTH + within
+    head, more_heads = at // BLOCK, more // BLOCK
+    dim, more_dims = at % BLOCK, more % BLOCK
+    if weight is not None:
+        channel = tl.arange(0, LENGTH) % BLOCK
+        weight = tl.load(weight + channel, mask=channel < DIM, other=0.0)[None, :]
     await_turn(PDL)
     row = tl.program_id(0).to(tl.int64)
-    o += row * o_row
-    gate += row * gate_row
-    heads, more = tl.arange(0, FIRST)[:, None], FIRST + tl.arange(0, REST)[:, None]
-    dim = tl.arange(0, BLOCK)[None, :]
-    first = _piece(o, gate, weight, o_head, gate_head, eps, heads, HEADS, DIM, BLOCK, SIGMOID)
-    rest = _piece(o, gate, weight, o_head, gate_head, eps, more, HEADS, DIM, BLOCK, SIGMOID)
-    at, at_more = heads * DIM + dim, more * DIM + dim
-    within = (dim < DIM) & (at < WIDTH)
-    store_row(values, factors, row, first, at, within, rest, at_more, (dim < DIM) & (at_more < WIDTH), WIDTH)
-
-
-_rows_with_gates = triton.jit(_rows_of_heads)
-_rows_with_norms = triton.jit(
-    _rows_of_heads,
-    do_not_specialize=["o_row", "o_head", "gate_row", "gate_head"],
-    do_not_specialize_on_alignment=["o", "gate", "weight", "values"],
-)
-"""How a row lies in memory must not choose code with sums: another load width is another order of summation."""
+    o += row * (o_row * 4)
+    gate += row * (gate_row * 4)
+    o_head, gate_head = o_head * 4, gate_head * 4
+    first = _gated(o, gate, weight, o_head, gate_head, eps, head, dim, HEADS, DIM, BLOCK, SIGMOID, PTX)
+    rest = _gated(o, gate, weight, o_head, gate_head, eps, more_heads, more_dims, HEADS, DIM, BLOCK, SIGMOID, PTX)
+    at, more = by_fours(head * DIM, dim), by_fours(more_heads * DIM, more_dims)
+    within, inside = (dim < DIM) & (at < WIDTH), (more_dims < DIM) & (more < WIDTH)
+    if factors is not None:
+        strip = tl.maximum(tl.max(tl.abs(first), 0), tl.max(tl.abs(rest), 0))
+        first, rest = scaled(factors + row, tl.max(strip, 0), first, rest)
+    store_strips(values + row * WIDTH, first, at, within, rest, more, inside)

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from paceline.batch import PackedBatch
 from paceline.config import PAGE_SIZE
+from paceline.ops.activation.kernel import aligned
 from paceline.ops.attention import pieces as cuts
 from paceline.ops.attention.pieces import pieces_of
 from paceline.ops.attention.ref import QUERY_TILE
@@ -48,7 +49,7 @@ class Tiling:
 
 
 TILING: dict[tuple[RowKind, int], Tiling] = {
-    ("decode", 2): Tiling(tile=64, block=64, cut=True, warps=4, stages=2),
+    ("decode", 2): Tiling(tile=64, block=64, cut=True, warps=8, stages=2),
     ("decode", 4): Tiling(tile=64, block=16, cut=True, warps=8, stages=1),
     ("prefill", 2): Tiling(tile=128, block=64, cut=False, warps=8, stages=2),
     ("prefill", 4): Tiling(tile=64, block=16, cut=False, warps=8, stages=1),
@@ -64,20 +65,17 @@ _OPERAND = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16
 _MOST_WALKERS, _FEWEST_WALKERS, _ENOUGH_PROGRAMS = 64, 16, 1024
 """Programs that share the pieces of a tile. One lane of four key heads then has 256, two for each multiprocessor of an H200;
 with more lanes fewer do, but enough for one long context among short ones. Who walks a piece does not touch the result."""
-_PIECES_PER_SUM = tl.constexpr(32)
-_CHANNELS_PER_SUM = tl.constexpr(64)
+_PIECES_PER_SUM = tl.constexpr(16)
 _GROUP = tl.constexpr(32)
 _PAGE = tl.constexpr(PAGE_SIZE)
 _NEAR, _MIDDLE, _FAR = tl.constexpr(cuts.NEAR), tl.constexpr(cuts.MIDDLE), tl.constexpr(cuts.FAR)
 _MIDDLE_BEGIN, _FAR_BEGIN = tl.constexpr(cuts.MIDDLE_BEGIN), tl.constexpr(cuts.FAR_BEGIN)
 _MIDDLE_FIRST, _FAR_FIRST = tl.constexpr(cuts.MIDDLE_FIRST), tl.constexpr(cuts.FAR_FIRST)
-_VARYING = ["tiles_per_span", "table_stride", "pieces", "window"]
+_VARYING = ["tiles_per_span", "table_stride", "widest", "pieces", "window"]
 """Arguments that change from batch to batch: Triton would compile anew where one is 1 or a multiple of 16."""
-_FACTS = ["lanes", "starts", "lengths", "bases", "row_span", "positions"]
+_FACTS = ["lanes", "starts", "lengths", "bases"]
 """Tensors that may be slices of one, so that each may lie anywhere."""
-_STRIDES = ["q_row", "q_head", "k_row", "k_head", "v_row", "v_head"]
-_INPUTS = ["q", "k", "v", "q_weight", "k_weight", "cos", "sin", "slots", "out"]
-"""How a row lies in memory must not choose the code: another load width is another order of summation."""
+_STRIDES = ["q_row", "q_head", "k_row", "k_head", "v_row", "v_head", "angle_row"]
 
 
 def attention(
@@ -110,6 +108,7 @@ def attention(
     peaks, totals = (out if whole else out.new_empty(rows, heads, pieces) for _ in range(2))
     spans = (batch.starts, batch.span_lengths, batch.span_bases)
     facts = (pieces, window or 0)
+    padded = max(16, triton.next_power_of_2(dim))
     geometry = {"TILE_ROWS": tile_rows, "CAUSAL": causal, "WINDOWED": window is not None}
     _attend[*tiles, _walkers(pieces, math.prod(tiles))](
         q,
@@ -134,7 +133,7 @@ def attention(
         TILE_HEADS=tile_heads,
         TILE=max(16, triton.next_power_of_2(tile_rows * tile_heads)),
         DIM=dim,
-        PADDED=max(16, triton.next_power_of_2(dim)),
+        PADDED=padded,
         K_OPERAND=_OPERAND[k_cache.data.dtype],
         V_OPERAND=_OPERAND[v_cache.data.dtype],
         PRECISION="bf16x6" if q.is_cuda else "ieee",  # the interpreter knows no other
@@ -147,17 +146,18 @@ def attention(
         **pdl(q.device),
     )
     if not whole:
-        _add_pieces[rows, heads, triton.cdiv(dim, _CHANNELS_PER_SUM.value)](
+        _add_pieces[batch.num_spans * widest, heads](
             parts,
             peaks,
             totals,
             out,
-            batch.row_span,
-            batch.positions,
             *spans,
+            widest,
             *facts,
             HEADS=heads,
             DIM=dim,
+            PADDED=padded,
+            num_warps=max(1, padded // 128),
             **geometry,
             **pdl(q.device),
         )
@@ -176,8 +176,8 @@ def attention_inputs(
     v_cache: PagedTensor,
     slots: Tensor,
 ) -> Tensor:
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    cos, sin = (table.contiguous() for table in angles)
+    q, k, v, q_weight, k_weight = (aligned(x) for x in (q, k, v, q_weight, k_weight))
+    cos, sin = (aligned(table) for table in angles)
     rows, heads, dim = q.shape
     kv_heads = k.shape[1]
     padded = max(_GROUP.value, triton.next_power_of_2(dim))
@@ -197,12 +197,8 @@ def attention_inputs(
             k_cache.scale,
             v_cache.data,
             v_cache.scale,
-            q.stride(0),
-            q.stride(1),
-            k.stride(0),
-            k.stride(1),
-            v.stride(0),
-            v.stride(1),
+            *(stride // 4 for x in (q, k, v) for stride in x.stride()[:2]),
+            cos.stride(0) // 4,
             eps,
             HEADS=heads,
             KV_HEADS=kv_heads,
@@ -280,6 +276,7 @@ def _attend(
     first_row = tile % tiles_per_span * TILE_ROWS
     length = tl.load(lengths + span).to(tl.int32)
     base = tl.load(bases + span).to(tl.int32)
+    start, lane = tl.load(starts + span), tl.load(lanes + span)  # with the others, not behind them
     first_key, last_key = _keys_of_tile(base, first_row, length, window, TILE_ROWS, CAUSAL, WINDOWED)
     first_piece, last_piece = 0, 0
     if not WHOLE:
@@ -291,7 +288,7 @@ def _attend(
     row = first_row + in_tile % TILE_ROWS
     head = tl.program_id(1) * TILE_HEADS + in_tile // TILE_ROWS
     real = (in_tile < TILE_ROWS * TILE_HEADS) & (row < length)
-    packed = tl.load(starts + span) + row
+    packed = start + row
     channel = tl.arange(0, PADDED)
     stored = real[:, None] & (channel < DIM)[None, :]
     address = q + (packed * q_row_stride + head * q_head_stride)[:, None] + channel[None, :]
@@ -300,7 +297,7 @@ def _attend(
     place = packed * HEADS + head
 
     kv_head = tl.program_id(1) * TILE_HEADS // (HEADS // KV_HEADS)
-    pages = page_table + tl.load(lanes + span) * table_stride
+    pages = page_table + lane * table_stride
     for piece in range(first_piece + tl.program_id(2), last_piece + 1, tl.num_programs(2)):
         begin = first_key // BLOCK * BLOCK
         end = last_key + 1
@@ -348,32 +345,32 @@ def _add_pieces(
     peaks,
     totals,
     out,
-    row_span,
-    positions,
     starts,
     lengths,
     bases,
+    widest,
     pieces,
     window,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
+    PADDED: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOWED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One row and head: its pieces in blocks that begin at fixed pieces; pieces that the row does not see weigh nothing."""
+    """One row and head: its pieces in blocks that begin at fixed pieces; pieces that the row does not see weigh nothing. A
+    thread has all pieces of its channels, and most contexts are one block: nothing waits for anything but its loads."""
     await_turn(PDL)
-    row = tl.program_id(0).to(tl.int64)
-    span = tl.load(row_span + row)
+    span, within = tl.program_id(0) // widest, tl.program_id(0) % widest
     base = tl.load(bases + span).to(tl.int32)
     length = tl.load(lengths + span).to(tl.int32)
-    within = (row - tl.load(starts + span)).to(tl.int32)
-    if within >= length:  # padding
+    row = tl.load(starts + span).to(tl.int64) + within
+    if within >= length:
         return
     first_row = within // TILE_ROWS * TILE_ROWS
     tile_key, last_key = _keys_of_tile(base, first_row, length, window, TILE_ROWS, CAUSAL, WINDOWED)
-    position = tl.load(positions + row).to(tl.int32)
+    position = base + within
     first_key = tile_key
     if WINDOWED:
         first_key = tl.maximum(position - window + 1, 0)
@@ -381,27 +378,24 @@ def _add_pieces(
     if CAUSAL:
         last_key = tl.minimum(last_key, position)
     first, last = _piece_of(first_key), _piece_of(last_key)
-    begin = first // _PIECES_PER_SUM * _PIECES_PER_SUM
     place = (row * HEADS + tl.program_id(1)) * pieces - _piece_of(tile_key)
-    channel = tl.program_id(2) * _CHANNELS_PER_SUM + tl.arange(0, _CHANNELS_PER_SUM)
+    channel = tl.arange(0, PADDED)
 
-    peak = float("-inf")
-    for block in range(begin, last + 1, _PIECES_PER_SUM):
+    peak, total = float("-inf"), 0.0
+    values = tl.zeros([PADDED], tl.float32)
+    for block in range(first // _PIECES_PER_SUM * _PIECES_PER_SUM, last + 1, _PIECES_PER_SUM):
         piece = block + tl.arange(0, _PIECES_PER_SUM)
         mine = (piece >= first) & (piece <= last)
-        peak = tl.maximum(peak, tl.max(tl.load(peaks + place + piece, mask=mine, other=float("-inf")), 0))
-    total = 0.0
-    values = tl.zeros([_CHANNELS_PER_SUM], tl.float32)
-    for block in range(begin, last + 1, _PIECES_PER_SUM):
-        piece = block + tl.arange(0, _PIECES_PER_SUM)
-        mine = (piece >= first) & (piece <= last)
-        weight = tl.exp2(tl.load(peaks + place + piece, mask=mine, other=float("-inf")) - peak)
-        total += tl.sum(weight * tl.load(totals + place + piece, mask=mine, other=0.0), 0)
         address = parts + (place + piece)[:, None] * DIM + channel[None, :]
         part = tl.load(address, mask=mine[:, None] & (channel < DIM)[None, :], other=0.0)
-        values += tl.sum(weight[:, None] * part, 0)
-    target = out + (row * HEADS + tl.program_id(1)) * DIM + channel
-    tl.store(target, values / total, mask=channel < DIM)
+        part_peak = tl.load(peaks + place + piece, mask=mine, other=float("-inf"))
+        part_total = tl.load(totals + place + piece, mask=mine, other=0.0)
+        new_peak = tl.maximum(peak, tl.max(part_peak, 0))
+        weight, shrink = tl.exp2(part_peak - new_peak), tl.exp2(peak - new_peak)
+        peak = new_peak
+        total = tl.fma(total, shrink, tl.sum(weight * part_total, 0))
+        values = tl.fma(values, shrink + tl.zeros_like(values), tl.sum(weight[:, None] * part, 0))
+    tl.store(out + (row * HEADS + tl.program_id(1)) * DIM + channel, values / total, mask=channel < DIM)
 
 
 @triton.jit
@@ -482,7 +476,7 @@ def _as_float16(levels, PTX: tl.constexpr):
     )
 
 
-@triton.jit(do_not_specialize=_STRIDES, do_not_specialize_on_alignment=_INPUTS)
+@triton.jit(do_not_specialize=_STRIDES, do_not_specialize_on_alignment=["slots"])
 def _prepare(
     q,
     k,
@@ -503,6 +497,7 @@ def _prepare(
     k_head,
     v_row,
     v_head,
+    angle_row,
     eps,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -511,38 +506,36 @@ def _prepare(
     HALF: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One head of one row: those of q come first, then those of k, then those of v."""
-    await_turn(PDL)
+    """One head of one row: those of q come first, then those of k, then those of v. Strides are those of groups of four
+    elements, which tells the compiler that there are such groups."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = tl.arange(0, PADDED)
-    cos += row * HALF
-    sin += row * HALF
-    if head < HEADS:
-        value = _normed_and_rotated(q + row * q_row + head * q_head, q_weight, cos, sin, eps, at, DIM, HALF)
-        tl.store(out + (row * HEADS + head) * DIM + at, value, mask=at < DIM)
-    else:
-        head = head - HEADS
-        first = tl.load(slots + row).to(tl.int64) * (KV_HEADS * DIM)
-        if head < KV_HEADS:
-            value = _normed_and_rotated(k + row * k_row + head * k_head, k_weight, cos, sin, eps, at, DIM, HALF)
-            store_groups(k_data, k_scale, first + head * DIM, value, DIM, PADDED)
-        else:
-            head = head - KV_HEADS
-            value = tl.load(v + row * v_row + head * v_head + at, mask=at < DIM, other=0.0)
-            store_groups(v_data, v_scale, first + head * DIM, value, DIM, PADDED)
-
-
-@triton.jit
-def _normed_and_rotated(x, weight, cos, sin, eps, at, DIM: tl.constexpr, HALF: tl.constexpr):
-    """The head at ``x``. A channel's partner in the rotation is read a second time, instead of moved between threads."""
-    inside = at < DIM
-    value = tl.load(x + at, mask=inside, other=0.0)
-    square = tl.sum(value * value, 0) / DIM
-    scale = 1.0 / tl.sqrt_rn(square + eps)
-    value = value * scale * tl.load(weight + at, mask=inside, other=0.0)
-    turned = at < 2 * HALF
     partner = tl.where(at < HALF, at + HALF, at - HALF)
-    other = tl.load(x + partner, mask=turned, other=0.0) * scale * tl.load(weight + partner, mask=turned, other=0.0)
-    c = tl.load(cos + at % HALF, mask=turned, other=1.0)
-    s = tl.load(sin + at % HALF, mask=turned, other=0.0)
-    return value * c + tl.where(at < HALF, -other, other) * s
+    inside, turned = at < DIM, at < 2 * HALF
+    weight = tl.where(head < HEADS, q_weight, k_weight)
+    own_weight, other_weight = (
+        tl.load(weight + at, mask=inside, other=0.0),
+        tl.load(weight + partner, mask=turned, other=0.0),
+    )
+    await_turn(PDL)
+    slot = tl.load(slots + row).to(tl.int64)
+    if head < HEADS + KV_HEADS:
+        x = k + row * (k_row * 4) + (head - HEADS) * (k_head * 4)
+        if head < HEADS:
+            x = q + row * (q_row * 4) + head * (q_head * 4)
+        angle = row * (angle_row * 4) + at % HALF
+        value = tl.load(x + at, mask=inside, other=0.0)
+        other = tl.load(x + partner, mask=turned, other=0.0)  # read again, instead of moved between threads
+        c = tl.load(cos + angle, mask=turned, other=1.0)
+        s = tl.load(sin + angle, mask=turned, other=0.0)
+        scale = 1.0 / tl.sqrt_rn(tl.sum(value * value, 0) / DIM + eps)
+        other = other * scale * other_weight
+        value = value * scale * own_weight * c + tl.where(at < HALF, -other, other) * s
+        if head < HEADS:
+            tl.store(out + (row * HEADS + head) * DIM + at, value, mask=inside)
+        else:
+            store_groups(k_data, k_scale, slot * (KV_HEADS * DIM) + (head - HEADS) * DIM, value, DIM, PADDED)
+    else:
+        head = head - HEADS - KV_HEADS
+        value = tl.load(v + row * (v_row * 4) + head * (v_head * 4) + at, mask=inside, other=0.0)
+        store_groups(v_data, v_scale, slot * (KV_HEADS * DIM) + head * DIM, value, DIM, PADDED)

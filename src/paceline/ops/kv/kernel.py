@@ -120,7 +120,7 @@ def store_groups(data, scale, first, value, WIDTH: tl.constexpr, PADDED: tl.cons
         divisor = step.to(tl.float32)[:, None] + tl.zeros_like(value)
         level = tl.where(divisor > 0.0, tl.div_rn(value, tl.where(divisor > 0.0, divisor, 1.0)), 0.0)
         level = tl.clamp((level + _ROUNDER) - _ROUNDER, -127.0, 127.0)
-        at = tl.reshape(at, (PADDED // _GROUP, _GROUP))
+        at = group[:, None] * _GROUP + tl.arange(0, _GROUP)[None, :]
         tl.store(data + first + at, level.to(tl.int8), mask=at < WIDTH)
         tl.store(scale + first // _GROUP + group, step, mask=group < WIDTH // _GROUP)
 

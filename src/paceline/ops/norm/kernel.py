@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paceline.ops.activation.kernel import finished, gated, pieces, row_outputs, store_row, warps_for
+from paceline.ops.activation.kernel import aligned, by_fours, finished, gated, row_outputs, scaled, store_strips, strips
 from paceline.ops.launch import await_turn, pdl
 from paceline.ops.linear.rows import Rows
 
@@ -23,11 +23,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def add_rms_norm(
     x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, operand: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor | Rows]:
-    x, delta = _unit_stride(x), None if delta is None else _unit_stride(delta)
+    x, delta, weight = aligned(x), None if delta is None else aligned(delta), aligned(weight)
     rows, size = x.shape
     total = x if delta is None else torch.empty(rows, size, dtype=torch.float32, device=x.device)
     values, factors, width = row_outputs(rows, size, x.device, operand)
-    first, rest = pieces(size, width)
+    length, first, rest, warps = strips(width)
     if rows:
         _add_norm[(rows,)](
             x,
@@ -36,14 +36,15 @@ def add_rms_norm(
             total,
             values,
             factors,
-            x.stride(0),
-            0 if delta is None else delta.stride(0),
+            x.stride(0) // 4,
+            0 if delta is None else delta.stride(0) // 4,
             eps,
             SIZE=size,
             WIDTH=width,
+            LENGTH=length,
             FIRST=first,
             REST=rest,
-            num_warps=warps_for(first),
+            num_warps=warps,
             **pdl(x.device),
         )
     return total, finished(values, factors, rows, size)
@@ -90,10 +91,6 @@ def _launch(x: Tensor, weight: Tensor | None, gate: Tensor | None, eps: float, *
     return out
 
 
-def _unit_stride(x: Tensor) -> Tensor:
-    return x if x.stride(1) == 1 else x.contiguous()
-
-
 def _rows(x: Tensor) -> tuple[Tensor, int, int, int]:
     """(x, rows per outer index, stride of the outer index, stride of the inner one), copied only if it must be."""
     if x.stride(-1) != 1 or x.ndim > 3:
@@ -111,10 +108,12 @@ def _added(x, delta, at, inside):
     return value
 
 
-@triton.jit(
-    do_not_specialize=["x_stride", "delta_stride"],
-    do_not_specialize_on_alignment=["x", "delta", "weight", "total", "values"],
-)
+@triton.jit
+def _sum_and_largest(sum_a, largest_a, sum_b, largest_b):
+    return sum_a + sum_b, tl.maximum(largest_a, largest_b)
+
+
+@triton.jit(do_not_specialize=["x_stride", "delta_stride"])
 def _add_norm(
     x,
     delta,
@@ -127,27 +126,36 @@ def _add_norm(
     eps,
     SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
+    LENGTH: tl.constexpr,
     FIRST: tl.constexpr,
     REST: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
-    x += row * x_stride
-    at, more = tl.arange(0, FIRST), FIRST + tl.arange(0, REST)
+    """Strides are those of groups of four elements, which tells the compiler that there are such groups."""
+    column = tl.arange(0, LENGTH)[None, :]
+    at = by_fours(tl.arange(0, FIRST)[:, None] * LENGTH, column)
+    more = by_fours((FIRST + tl.arange(0, REST))[:, None] * LENGTH, column)
     within, inside = at < SIZE, more < SIZE
-    factor, more_factors = tl.load(weight + at), tl.load(weight + more, mask=inside, other=0.0)
+    factor, more_factors = tl.load(weight + at, mask=within, other=0.0), tl.load(weight + more, mask=inside, other=0.0)
     await_turn(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    x += row * (x_stride * 4)
     if delta is not None:
-        delta += row * delta_stride
+        delta += row * (delta_stride * 4)
     first, rest = _added(x, delta, at, within), _added(x, delta, more, inside)
     if delta is not None:
-        tl.store(total + row * SIZE + at, first)
+        tl.store(total + row * SIZE + at, first, mask=within)
         tl.store(total + row * SIZE + more, rest, mask=inside)
-    square = (tl.sum(first * first, 0) + tl.sum(rest * rest, 0)) / SIZE
-    scale = 1.0 / tl.sqrt_rn(square + eps)
+    square = tl.sum(first * first, 0) + tl.sum(rest * rest, 0)
+    # The largest magnitude behind the norm is known before it, but for a rounding: one walk through the warps finds both.
+    largest = tl.maximum(tl.max(tl.abs(first * factor), 0), tl.max(tl.abs(rest * more_factors), 0))
+    square, largest = tl.reduce((square, largest), 0, _sum_and_largest)
+    scale = 1.0 / tl.sqrt_rn(square / SIZE + eps)
     first = first * scale * factor
     rest = rest * scale * more_factors
-    store_row(values, factors, row, first, at, within, rest, more, more < WIDTH, WIDTH)
+    if factors is not None:
+        first, rest = scaled(factors + row, largest * scale, first, rest)
+    store_strips(values + row * WIDTH, first, at, at < WIDTH, rest, more, more < WIDTH)
 
 
 @triton.jit(do_not_specialize=_STRIDES, do_not_specialize_on_alignment=_POINTERS)
