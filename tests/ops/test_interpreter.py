@@ -206,3 +206,19 @@ def test_vocabulary() -> None:
         assert torch.equal(ours, reference)
     seeds = (torch.tensor([1, 2, 3]), torch.zeros(3, dtype=torch.long), torch.tensor([5, 6, 7]))
     assert torch.equal(*both(draw, logits, torch.tensor([0.7, 0.0, 1.2]), torch.zeros(3), *seeds))
+
+
+@pytest.mark.parametrize("size", [96, 37])
+def test_rows_may_lie_anywhere(size: int) -> None:
+    x, delta, weight = torch.randn(3, size), torch.randn(3, size), torch.rand(size)
+    moved = torch.full((4, 3, size + 5), torch.nan)
+    moved[0, :, 1 : size + 1], moved[1, :, 3 : size + 3] = x, delta
+    x_moved, delta_moved = moved[0, :, 1 : size + 1], moved[1, :, 3 : size + 3]
+    with force("kernel"):
+        total, n = add_rms_norm(x, delta, weight, 1e-6)
+        assert isinstance(n, Tensor)
+        got = add_rms_norm(x_moved, delta_moved, weight, 1e-6)
+        assert torch.equal(got[0], total) and isinstance(got[1], Tensor) and torch.equal(got[1], n)
+        one, other = swiglu(x_moved, delta_moved), swiglu(x, delta)
+        assert isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other)
+    close(n, rms_norm(x + delta, weight, 1e-6))

@@ -31,9 +31,10 @@ def fault(function: ast.FunctionDef) -> str | None:
     for statement in function.body:
         if ast.unparse(statement) in TURNS:
             return None
+        nodes: list[ast.stmt] = [statement]
         if isinstance(statement, ast.If) and ast.unparse(statement.test) == "weight is not None":  # known to the compiler
-            statement = ast.Module(statement.body, [])
-        for node in ast.walk(statement):
+            nodes = statement.body
+        for node in (part for each in nodes for part in ast.walk(each)):
             if isinstance(node, ast.Return | ast.If | ast.For | ast.While):
                 return f"a {type(node).__name__}"
             if not isinstance(node, ast.Call):
