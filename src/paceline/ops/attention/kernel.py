@@ -443,12 +443,13 @@ def _stored_rows(
         address = data + stripe[:, None] * DIM + channel[None, :]
         rows = tl.load(address, mask=known[:, None] & (channel < DIM)[None, :], other=0.0).to(OPERAND)
     else:
-        group = tl.arange(0, PADDED // _GROUP)
-        inside = known[:, None] & (group < DIM // _GROUP)[None, :]
-        starts = data + stripe[:, None] * DIM + group[None, :] * _GROUP
-        levels = tl.load(starts[:, :, None] + tl.arange(0, _GROUP)[None, None, :], mask=inside[:, :, None], other=0)
-        steps = tl.load(scale + stripe[:, None] * (DIM // _GROUP) + group[None, :], mask=inside, other=0.0)
-        rows = tl.reshape(_as_float16(levels, PTX) * steps[:, :, None], (BLOCK, PADDED))
+        channel, group = tl.arange(0, PADDED), tl.arange(0, PADDED // _GROUP)
+        address = data + stripe[:, None] * DIM + channel[None, :]
+        levels = tl.load(address, mask=known[:, None] & (channel < DIM)[None, :], other=0)
+        address = scale + stripe[:, None] * (DIM // _GROUP) + group[None, :]
+        steps = tl.load(address, mask=known[:, None] & (group < DIM // _GROUP)[None, :], other=0.0)
+        groups = tl.reshape(_as_float16(levels, PTX), (BLOCK, PADDED // _GROUP, _GROUP))
+        rows = tl.reshape(groups * steps[:, :, None], (BLOCK, PADDED))
     return rows
 
 
