@@ -409,6 +409,26 @@ def test_a_new_lane_is_empty_and_a_full_pool_admits_nobody() -> None:
     assert pool.admit(1) is None
 
 
+def test_what_was_begun_for_a_lane_that_is_gone_does_not_see_whose_it_is_now() -> None:
+    """Decode rows keep the pages that they were begun with until the table is sent in their order."""
+    pool = new_pool()
+    lane, _ = prefilled(pool, 20)
+    before = pool.table[lane].tolist()
+    pool.release(lane)
+    assert pool.admit(64) == lane
+    txn = pool.begin([SpanRows(lane, 0, 40, "prefill")], packed=False)
+    now = pool.prompt_table[lane].tolist()
+    assert now[:3] == list(pool.pages(lane)) and not set(now[:3]) & set(before[:2]), "long free pages come first"
+    assert pool.table[lane].tolist() == before
+    prompts, rows = (pool.half(pack(kind, [8], [0], pool.device, [lane])) for kind in ("prefill", "decode"))
+    for half, table in ((prompts, pool.prompt_table), (rows, pool.table)):
+        views = [view for view in half.target.layers if isinstance(view, AttentionView)]
+        assert views and all(view.page_table is table for view in views)
+    pool.send_table()
+    assert pool.table[lane].tolist() == now
+    pool.abort(txn)
+
+
 def test_sizes_are_what_is_allocated() -> None:
     pool = new_pool()
 

@@ -91,6 +91,7 @@ class Runner:
             spans += [_prompt_rows(span, ahead) for span in round.prefill]
             with self._beside.behind_commit() if self._beside and round.prefill else nullcontext():
                 txn = self.pool.begin(spans, [LaneFork(fork.source, fork.lane) for fork in round.forks], packed=False)
+            self.pool.send_table()
             scores = Scores()
             laid = self._laid(round.verify, begun)
             with clock.stage("draft"):

@@ -122,11 +122,13 @@ class StatePool:
             kv = (pages, drafter.num_kv_heads, drafter.head_dim, device)
             self.draft_k.append(allocate_pages(shape.draft_cache_type, *kv))
             self.draft_v.append(allocate_pages(shape.draft_cache_type, *kv))
-        # pages of every PAGE_SIZE positions of every lane: the allocator's, kept on both sides, and the rings'
+        # pages of every PAGE_SIZE positions of every lane: the allocator's, kept on both sides, and the rings'. Prompts have
+        # a table of their own: a forward over decode rows may have been begun for a lane that is gone, and must not find
+        # there the pages of who has the lane now
         width = pages_for(shape.max_ctx + shape.draft_rows)
         self._table = np.full((lanes, width), DUMMY_PAGE, np.int32)
-        self.table = to_device(self._table, device)
-        self._table_changed = False
+        self.table, self.prompt_table = to_device(self._table.copy(), device), to_device(self._table.copy(), device)
+        self._table_changed = self._unsent = False
         self.ring_table = to_device(_rings(shape, width), device)
 
     # -- lanes ---------------------------------------------------------------------------------------------------------
@@ -187,7 +189,7 @@ class StatePool:
 
     def begin(self, spans: Sequence[SpanRows], forks: Sequence[LaneFork] = (), *, packed: bool = True) -> Txn:
         """Reserve pages for every row of the round and hand out its views. Nothing committed changes. Unless ``packed`` the
-        caller puts in the halves."""
+        caller calls ``send_table`` and puts in the halves."""
         assert self._open is None, "a transaction is open"
         self._open = txn = Txn(tuple(spans), tuple(forks))
         try:
@@ -195,19 +197,26 @@ class StatePool:
                 self._reserve(span)
             for fork in forks:
                 self._reserve_fork(fork, next(span for span in spans if span.lane == fork.source))
-            self._send_table()
+            self._send_prompt_table()
             self._zero_fresh(span.lane for span in spans)
             if packed:
+                self.send_table()
                 txn.decode, txn.prefill = self._half("decode"), self._half("prefill")
         except Exception:
             self.abort(txn)
             raise
         return txn
 
-    def _send_table(self) -> None:
+    def _send_prompt_table(self) -> None:
         if self._table_changed:
+            to_device(self._table, self.device, self.prompt_table)
+            self._table_changed, self._unsent = False, True
+
+    def send_table(self) -> None:
+        """What ``begin`` has changed, for decode rows and the commit: behind what was begun before, in its order."""
+        if self._unsent:
             to_device(self._table, self.device, self.table)
-            self._table_changed = False
+            self._unsent = False
 
     def _zero_fresh(self, numbers: Iterable[int]) -> None:
         """Before their first rows, and in the place of a round where all that is sent to the device is in order with it."""
@@ -359,9 +368,10 @@ class StatePool:
         """Views for a forward over ``batch``. Those of a decode batch stay valid as long as the pool lives."""
         layers: list[AttentionView | GdnView] = []
         attention, gdn = iter(zip(self.k, self.v, strict=True)), iter(range(len(self._gdn)))
+        table = self.prompt_table if batch.kind == "prefill" else self.table
         for layer_type in self.shape.target.layer_types:
             if layer_type == "attention":
-                layers.append(AttentionView(*next(attention), self.table))
+                layers.append(AttentionView(*next(attention), table))
             else:
                 index = next(gdn)
                 log = ReplayLog(*(part[index] for part in self.log)) if batch.kind == "decode" else None
