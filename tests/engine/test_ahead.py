@@ -26,6 +26,7 @@ from paceline.engine.drafting import DFlashDrafter
 from paceline.engine.graphs import Graphs
 from paceline.engine.plan import Following, PrefillSpan, Round, VerifySpan
 from paceline.engine.runner import Runner
+from paceline.state.pages import DUMMY_PAGE
 from paceline.transfer import to_device
 from paceline.types import Request
 
@@ -189,6 +190,29 @@ def test_rounds_keep_the_same(bench: Workbench, leaves: int | None) -> None:
         proposed.append(runner.proposed)
     assert kept[0] == kept[1] and max(len(tokens) for tokens in kept[0][0]) > 1
     assert (times, proposed) == ([3, 0], [1, 3])
+
+
+@pytest.mark.parametrize("room", range(12, 29))
+def test_the_pages_of_a_lane_that_is_gone_are_known(bench: Workbench, room: int) -> None:
+    """All that a begun forward writes, also behind the end of a request: somebody may be reading a prompt there by now."""
+    plain = demo(bench, 2)
+    pool = plain.pool
+    runner = watched(plain, Plain(plain), ahead=True)
+    requests = [replace(_request("a"), max_tokens=room), _request("b", 0.9)]
+    spans = begin(runner, requests, drafts=7)
+    while _room(spans[0]):
+        spans = [replace(span, drafts=min(7, _room(span) - 1)) for span in spans]
+        following = tuple(Following(place, min(7, _room(s) - 2)) for place, s in enumerate(spans) if _room(s) > 1)
+        before = [cache.data.clone() for cache in pool.k]
+        result = runner.run(Round(tuple(spans), (), following=following))
+        changed = [(old != cache.data).flatten(1).any(1) for old, cache in zip(before, pool.k, strict=True)]
+        written = set(torch.stack(changed).any(0).nonzero().flatten().tolist()) - {DUMMY_PAGE}
+        assert runner._begun is not None
+        known = {page for each in runner._begun.work.forward.pages for page in each} if runner._begun.work.forward else set()
+        for span, tokens in zip(spans, result.verify, strict=True):
+            known |= {pool.page(span.lane, span.start + row) for row in range(max(span.length, len(tokens)))}
+        assert written <= known
+        spans = after(spans, result.verify)
 
 
 @pytest.mark.parametrize("leaves", [None, 0, 1, 2])

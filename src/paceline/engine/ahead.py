@@ -95,7 +95,8 @@ class Laid:
 @dataclass(slots=True)
 class VerifyAhead:
     """A verify forward over the next rows of ``spans``, whose anchors and positions the device alone knew; with each its
-    place in the round's ``going_on`` and the pages from its start there to the last row that may have been written."""
+    place in the round's ``going_on`` and the pages from its start there to the last row that may have been written, be it
+    beyond what its request has room for."""
 
     captured: CapturedVerify
     tokens: Tensor
@@ -190,9 +191,11 @@ def verify_ahead(
     limits = [_room(span) for _, span in spans]
     pages = []
     for (index, span), limit in zip(spans, limits, strict=True):
-        kept = going_on[index].length if index < len(round.verify) else 0
-        pages.append(_pages(span, span.start, min(kept + span.length, limit), pool))
-    if not spans or any(DUMMY_PAGE in each for each in pages):
+        rows = span.length + (going_on[index].length if index < len(round.verify) else 0)
+        pages.append(_pages(span, span.start, rows, pool))
+        if DUMMY_PAGE in _pages(span, span.start, min(rows, limit), pool):
+            return None
+    if not spans:
         return None
     keep, anchors = ends.at([index for index, _ in spans])
     room = to_device(np.array(limits), keep.device)

@@ -14,11 +14,15 @@ import torch
 
 
 class Beside:
-    """The other stream. What is launched as usual is on the stream that was current when this was made."""
+    """The other stream. What is launched as usual is on the stream that is current then."""
 
     def __init__(self, device: torch.device) -> None:
-        self._usual, self._other = torch.cuda.current_stream(device), torch.cuda.Stream(device)
+        self._device, self._other = device, torch.cuda.Stream(device)
         self._committed: torch.cuda.Event | None = None
+
+    @property
+    def _usual(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self._device)
 
     def committed(self) -> None:
         """A round has just been committed. What is launched from now on, the next round's prompts need not wait for."""

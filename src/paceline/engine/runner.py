@@ -140,6 +140,8 @@ class Runner:
             raise
         except Exception:  # this round is done; the next one runs all of its own, and knows what to do if that fails
             log.warning("running ahead failed", exc_info=True)
+            if self._beside is not None:
+                self._beside.wait_for_all()  # for what was launched nevertheless, of which nothing is known now
             return
         self._begun = _Begun(Ahead(drafts, forward), clock.marks)
 

@@ -129,9 +129,9 @@ class Scheduler:
 
     def _drafts(self, decoding: list[Sequence]) -> list[int]:
         """What was planned for this round when the last one began, as its forward may have been begun since; else anew."""
+        expected, self._following = self._following, {}
         if not decoding:
             return []
-        expected, self._following = self._following, {}
         if all(sequence.request.id in expected for sequence in decoding):
             return [min(expected[sequence.request.id], sequence.room - 1) for sequence in decoding]
         return self.policy.plan([self._may_draft(sequence, sequence.room - 1) for sequence in decoding])

@@ -79,7 +79,7 @@ class Txn:
 class _Lane:
     """``committed`` tokens are in state; ``pages`` cover them (and, inside a transaction, the round's rows; behind it, what
     has been run ahead), of which those that are full may be shared with other lanes; ``reserved`` pages may be owned at
-    most. A ``fresh`` lane's state is somebody else's until its first round zeroes it."""
+    most. A ``fresh`` lane's state is somebody else's until its first round zeroes it, or a fork is committed into it."""
 
     committed: int = 0
     pages: list[int] = field(default_factory=list)
@@ -253,7 +253,6 @@ class StatePool:
         own = self.allocator.take(pages_for(end) - end // PAGE_SIZE)
         lane.pages = self.allocator.share(self._lanes[fork.source].pages[: end // PAGE_SIZE]) + own
         self._table[fork.lane, : len(lane.pages)] = lane.pages
-        lane.fresh = False
         self._table_changed = True
 
     def commit(self, txn: Txn, keep: Sequence[int]) -> None:
@@ -305,7 +304,8 @@ class StatePool:
         for span, rows in zip(txn.spans, keep, strict=True):
             self._lanes[span.lane].committed += rows
         for fork in txn.forks:
-            self._lanes[fork.lane].committed = self._lanes[fork.source].committed
+            lane = self._lanes[fork.lane]
+            lane.committed, lane.fresh = self._lanes[fork.source].committed, False
         self._close()
 
     def abort(self, txn: Txn) -> None:
