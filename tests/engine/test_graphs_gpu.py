@@ -36,3 +36,24 @@ def test_graphs_change_nothing(lanes: int, policy: str) -> None:
         assert captured.tokens == eager.tokens
         if policy == "fixed":
             assert captured.stats.keeps == eager.stats.keeps
+
+
+@pytest.mark.parametrize("lanes", [2, 6])
+def test_prompts_take_over_lanes_that_something_was_begun_for(lanes: int) -> None:
+    """Lanes end when a forward has been begun for them, and longer prompts are read in their place beside it. Logprobs show
+    what tokens may not."""
+    prompts = ["and so on " * (1 + 37 * number % 90) for number in range(48)]
+    sampling = [
+        SamplingParams(
+            temperature=0.0 if number % 3 else 0.9, seed=number, max_tokens=2 + 7 * number % 31, ignore_eos=True, logprobs=1
+        )
+        for number in range(len(prompts))
+    ]
+    results = []
+    for early in (True, True, False):
+        options = {"run_ahead": early, "prompts_beside": early, "draft_policy": "fixed"}
+        with LLM(device="cuda", max_concurrency=lanes, max_ctx=1024, **options) as llm:  # type: ignore[arg-type]
+            results.append(llm.generate(prompts, sampling))
+    for first, second, plain in zip(*results, strict=True):
+        assert first.tokens == second.tokens == plain.tokens
+        assert first.logprobs == second.logprobs == plain.logprobs
