@@ -39,8 +39,8 @@ class SyntheticAcceptance:
         return Verdict(accepted + 1, torch.where(rows <= accepted[:, None], tokens, PADDING), accepted)
 
     def _held(self, span: VerifySpan) -> int:
-        """How many drafts hold: a function of the request's seed and the position."""
-        digest = hashlib.sha256(f"{span.request.seed} {span.request.id} {span.start}".encode()).digest()
+        """How many drafts hold: a function of the prompt and the position, so that runs can be compared."""
+        digest = hashlib.sha256(f"{hash(span.request.prompt)} {span.start}".encode()).digest()
         for draft in range(span.drafts):
             if int.from_bytes(digest[2 * draft : 2 * draft + 2], "little") >= self.rate * 65536:
                 return draft
