@@ -5,13 +5,16 @@
 // included.
 //
 // Weights are the A operand of wgmma, decoded into registers; x is the B operand, in shared memory. tiles.py describes a
-// weight's units, (tile of 128 rows, block of 256 columns). Two tiles below each other are a pair; the (pair, block) steps of a
-// weight, pair by pair, are cut into gridDim.x equal parts, one for each CTA. One thread fetches units and blocks of x, sixteen
-// warps decode and multiply, each of them 16 rows of the pair.
+// weight's units, (tile of 128 rows, block of 256 columns). Two tiles below each other are a pair, and a (pair, block) is a step
+// of a CTA. One thread fetches units and blocks of x, sixteen warps decode and multiply, each of them 16 rows of the pair.
 //
-// A pair that lies in several parts is summed in the end: each of them leaves its sums in ``pieces``, and those whose last pair
-// it is share it out by groups of eight tokens and add up the pieces in the order of the parts. They wait for each other, so
-// all CTAs of a product have to be there together.
+// Each CTA has ``whole`` pairs alone, as many as there are for every CTA, possibly none. The pairs before those are the rest:
+// their steps, pair by pair, are cut into ``sharers`` equal parts, one for each of the first CTAs, which begins with it.
+//
+// A pair that lies in several parts is summed in the end: each of them leaves its sums in ``pieces``, which are added up in the
+// order of the parts. Where there are whole pairs, the pieces are there long before these are done, and then all CTAs or those
+// that have had no part of the rest add them up. Where there are none, the parts whose last pair it is share it out by groups
+// of eight tokens and wait for each other, so all CTAs of a product have to be there together.
 
 typedef unsigned char uint8;
 typedef unsigned int uint32;
@@ -406,9 +409,25 @@ __device__ __forceinline__ uint32 empty(int stage) { return BARRIERS_AT + 16 * s
 
 struct Step {
     int pair, block;
+};
 
-    __device__ __forceinline__ void next(int blocks) {
-        if (++block == blocks) block = 0, pair++;
+// The steps of this CTA: first ``shared`` ones of the rest, then those of its whole pairs. The rest has fewer pairs than there are
+// CTAs, so numbers of 32 bits do for its cut.
+struct Cut {
+    int rest, sharers, whole, blocks;  // ``rest`` and ``whole`` count pairs
+    int first, shared, count;
+
+    __device__ __forceinline__ Cut(int tiles, int blocks, int whole, int sharers)
+        : rest((tiles + 1) / 2 - whole * (int)gridDim.x), sharers(sharers), whole(whole), blocks(blocks) {
+        first = begin_of(blockIdx.x), shared = begin_of(blockIdx.x + 1) - first, count = shared + whole * blocks;
+    }
+    // The first step of a part; CTAs without one are at the end.
+    __device__ __forceinline__ int begin_of(uint32 part) const {
+        return min(part, (uint32)sharers) * (rest * blocks) / max((uint32)sharers, 1u);
+    }
+    __device__ __forceinline__ Step at(int i) const {
+        const uint32 begin = i < shared ? first : (rest + blockIdx.x * whole) * blocks - shared;
+        return {(int)((begin + i) / blocks), (int)((begin + i) % blocks)};
     }
 };
 
@@ -432,22 +451,41 @@ __device__ __forceinline__ void multiplied() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
-// How the tokens of a pair are shared out, in groups of 8, among the parts whose last pair it is. A part has at most two pieces:
-// of the pair that it begins in and of the one that it ends in.
-struct Share {
-    int first, last;   // parts that have some of the pair
-    int begin, every;  // this part finishes each ``every``-th group from ``begin`` on
+// The same number; what follows from it is not computed ahead and kept in registers while the tensor cores need them.
+__device__ __forceinline__ uint32 afresh(uint32 number) {
+    asm volatile("" : "+r"(number));
+    return number;
+}
 
-    __device__ __forceinline__ Share(int pair, int part, int parts, int steps, int blocks, int groups, bool ends_here) {
-        const uint64 from = (uint64)pair * blocks, to = from + blocks;
+// The parts that have some of a pair. A part has at most two pieces: of the pair that it begins in and of the one that it ends
+// in.
+struct Share {
+    int first, last;
+    int enders;  // parts, from the first on, whose last pair it is
+
+    __device__ __forceinline__ Share(int pair, const Cut& cut) {
+        const uint32 blocks = afresh(cut.blocks), from = pair * blocks, to = from + blocks, steps = cut.rest * blocks;
+        if (pair >= cut.rest) {
+            first = last = blockIdx.x, enders = 1;
+            return;
+        }
         // The part that has step s is the last one that begins at s or before it.
-        first = (int)(((from + 1) * parts - 1) / steps), last = (int)((to * parts - 1) / steps);
-        const bool last_ends = (uint64)(last + 1) * steps / parts == to;
-        every = max(last - first + last_ends, 1);
-        begin = ends_here || first == last ? part - first : groups;
+        first = ((from + 1) * cut.sharers - 1) / steps, last = (to * cut.sharers - 1) / steps;
+        enders = max(last - first + (cut.begin_of(last + 1) == to), 1);
     }
     __device__ __forceinline__ bool alone() const { return first == last; }
-    __device__ __forceinline__ int piece_of(int part) const { return 2 * part + (part < first + every); }
+    __device__ __forceinline__ int piece_of(int part) const { return 2 * part + (part < first + enders); }
+};
+
+// Which groups of eight tokens a CTA finishes after its steps of a pair: each ``every``-th one from ``begin`` on. It does not wait
+// for the other parts when it has whole pairs to do.
+struct Groups {
+    int begin, every;
+
+    __device__ __forceinline__ Groups(const Share& share, bool ends_here, int whole, int groups) {
+        every = share.enders;
+        begin = share.alone() || (ends_here && !whole) ? blockIdx.x - share.first : groups;
+    }
 };
 
 // Whoever reads a piece waits until it holds no EMPTY, a NaN that arithmetic does not make, and makes it EMPTY again.
@@ -462,19 +500,19 @@ __device__ __forceinline__ uint4 of_group(const float (&sums)[TOKENS / 2], int g
     return v;
 }
 
-// Leaves the groups that other parts finish.
-__device__ __forceinline__ void leave(const float (&sums)[TOKENS / 2], uint4* piece, const Share& share, int groups) {
-    int own = share.begin;
+// Leaves the groups that this part does not finish.
+__device__ __forceinline__ void leave(const float (&sums)[TOKENS / 2], uint4* piece, const Groups& finishes, int groups) {
+    int own = finishes.begin;
 #pragma unroll
     for (int i = 0; i < TOKENS / 8; i++) {
         if (i == own)
-            own += share.every;
+            own += finishes.every;
         else if (i < groups)
             store_uint4(piece + i * 32 * CONSUMERS, of_group(sums, i));
     }
 }
 
-// The sum over parts of one group; ``piece`` is that of piece 0.
+// The sum over parts of one group, of which ``own`` is that of ``part``, if it has one; ``piece`` is that of piece 0.
 __device__ __forceinline__ float4 of_all_parts(const uint4& own, uint4* piece, const Share& share, int part) {
     float4 sum = {0.0f, 0.0f, 0.0f, 0.0f};
     for (int other = share.first; other <= share.last; other += BATCH) {
@@ -502,20 +540,47 @@ __device__ __forceinline__ float4 of_all_parts(const uint4& own, uint4* piece, c
     return sum;
 }
 
-// x is a tensor [columns / 64, rows, 64] of float16; ``factors`` and ``out`` begin at ``first_row``. Part p of n has the steps
-// from p * steps / n on. ``pieces`` is [part, 2, TOKENS / 8, thread], all EMPTY before and after. ``zero``
-// is 0.
+// Two rows of the weight and two tokens for each lane.
+__device__ __forceinline__ void write(float* out, const float4& sum, int group, int pair, int warp, int lane, int rows,
+                                      int outputs, int out_stride) {
+    const int n = pair * PAIR_ROWS + warp * 16 + (lane >> 2);
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+        const int m = 8 * group + 2 * (lane & 3) + e;
+        if (m >= rows) continue;
+        const float factor = __uint_as_float(shared_uint32(FACTORS_AT + 4 * m));
+        float* to = out + (uint64)m * out_stride + n;
+        if (n < outputs) to[0] = (e ? sum.y : sum.x) * factor;
+        if (n + 8 < outputs) to[8] = (e ? sum.w : sum.z) * factor;
+    }
+}
+
+// Adds up what the parts of the rest have left, 16 rows of eight tokens to a warp, and to one CTA after the other. CTAs without a
+// part are done first, and alone if they are a quarter or more.
+__device__ __forceinline__ void finish_rest(const Cut& cut, float* out, uint4* pieces, int warp, int lane, int rows, int outputs,
+                                            int out_stride) {
+    const int ctas = gridDim.x, first = 4 * (ctas - cut.sharers) >= ctas ? cut.sharers : 0, finishers = ctas - first;
+    const int number = (int)blockIdx.x - first, groups = (rows + 7) / 8, tasks = cut.rest * groups * CONSUMERS;
+    if (number < 0) return;
+    for (int task = warp * finishers + number; task < tasks; task += finishers * CONSUMERS) {
+        const int left_by = task % CONSUMERS, group = task / CONSUMERS % groups, pair = task / CONSUMERS / groups;
+        const Share share(pair, cut);
+        if (share.alone()) continue;
+        const float4 sum = of_all_parts({}, pieces + (group * CONSUMERS + left_by) * 32 + lane, share, -1);
+        write(out, sum, group, pair, left_by, lane, rows, outputs, out_stride);
+    }
+}
+
+// x is a tensor [columns / 64, rows, 64] of float16; ``factors`` and ``out`` begin at ``first_row``. ``pieces`` is
+// [part, 2, TOKENS / 8, thread], all EMPTY before and after. ``zero`` is 0.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     product(const __grid_constant__ TensorMap x, const uint8* __restrict__ weights, const float* factors, float* out,
-            uint4* pieces, int first_row, int rows, int outputs, int out_stride, int tiles, int blocks,
-            uint32 zero) {
+            uint4* pieces, int first_row, int rows, int outputs, int out_stride, int tiles, int blocks, int whole,
+            int sharers, uint32 zero) {
     // Through a shuffle, so that the compiler sees that it is the same for the whole warp, which wgmma needs.
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0), lane = threadIdx.x & 31;
-    const int parts = gridDim.x, part = blockIdx.x;
-    const int steps = (tiles + 1) / 2 * blocks;
-    const int first = (int)((uint64)part * steps / parts), end = (int)((uint64)(part + 1) * steps / parts);
-    const int early = min(STAGES, end - first);
-    Step step = {first / blocks, first % blocks};
+    const Cut cut(tiles, blocks, whole, sharers);
+    const int early = min(STAGES, cut.count);
     asm volatile("griddepcontrol.launch_dependents;");
 
     if (threadIdx.x == 32 * CONSUMERS) {
@@ -527,8 +592,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         asm volatile("fence.mbarrier_init.release.cluster;");
         asm volatile("fence.proxy.async.shared::cta;");
         // Weights do not depend on the kernel before this one; everything else does.
-        Step ahead = step;
-        for (int stage = 0; stage < early; stage++, ahead.next(blocks)) fetch_units(stage, weights, ahead, tiles, blocks);
+        for (int stage = 0; stage < early; stage++) fetch_units(stage, weights, cut.at(stage), tiles, blocks);
     }
     __syncthreads();
 
@@ -536,10 +600,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         asm volatile("setmaxnreg.dec.sync.aligned.u32 32;");
         if (threadIdx.x == 32 * CONSUMERS) {
             asm volatile("griddepcontrol.wait;" ::: "memory");
-            for (int stage = 0; stage < early; stage++, step.next(blocks))
-                fetch_x(x_of(stage), &x, first_row, step.block, full(stage));
+            for (int stage = 0; stage < early; stage++)
+                fetch_x(x_of(stage), &x, first_row, cut.at(stage).block, full(stage));
             int stage = 0, parity = 0;
-            for (int done = first + early; done < end; done++, step.next(blocks)) {
+#pragma unroll 1
+            for (int done = early; done < cut.count; done++) {
+                const Step step = cut.at(done);
                 barrier_wait(empty(stage), parity);
                 fetch_units(stage, weights, step, tiles, blocks);
                 fetch_x(x_of(stage), &x, first_row, step.block, full(stage));
@@ -556,13 +622,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     asm volatile("bar.sync 1, 512;" ::: "memory");
     float sums[TOKENS / 2];  // sums[4 i + 2 r + e]: row g + 8 r of the warp, token 8 i + 2 t + e
     uint32 even[16], odd[16];
-    const int g = lane >> 2, t = lane & 3, groups = (rows + 7) / 8;
-    for (int done = first; done < end;) {
+    const int groups = (rows + 7) / 8;
+    for (int done = 0; done < cut.count;) {
         // Through a shuffle, again for the compiler, which cannot see that waiting leaves the warp together.
         done = __shfl_sync(0xffffffffu, done, 0);
-        const int pair = done / blocks, begin = done - pair * blocks;
-        const int count = min(blocks - begin, end - done);
-        int stage = (done - first) % STAGES, parity = (done - first) / STAGES & 1;
+        const Step begin = cut.at(done);
+        const int count = min(blocks - begin.block, (done < cut.shared ? cut.shared : cut.count) - done);
+        int stage = done % STAGES, parity = done / STAGES & 1;
         done += count;
         float d[2] = {1.0f, 1.0f};
 #pragma unroll
@@ -570,7 +636,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll 1
         for (int i = 0; i < count; i++) {
             barrier_wait(full(stage), parity);
-            form.p = {weights_of(stage) + (warp >> 3) * FORM::BYTES, warp & 7, g, lane};
+            form.p = {weights_of(stage) + (warp >> 3) * FORM::BYTES, warp & 7, lane >> 2, lane};
             typename FORM::Half half = form.load(0);
             const uint32 factors_of_rows = form.factor();
             form.decode(half, 0, even);
@@ -609,22 +675,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll
         for (int i = 0; i < TOKENS / 2; i++) sums[i] *= d[i / 2 % 2];
 
-        const Share share(pair, part, parts, steps, blocks, groups, done == end);
-        if (!share.alone()) leave(sums, pieces + share.piece_of(part) * PIECE + threadIdx.x, share, groups);
-        const int n = pair * PAIR_ROWS + warp * 16 + g;
-        for (int group = share.begin; group < groups; group += share.every) {
+        const Share share(begin.pair, cut);
+        const Groups finishes(share, done == cut.shared, whole, groups);
+        if (!share.alone()) leave(sums, pieces + share.piece_of(blockIdx.x) * PIECE + 32 * warp + lane, finishes, groups);
+        for (int group = finishes.begin; group < groups; group += finishes.every) {
             const uint4 own = of_group(sums, group);
             float4 sum = {__uint_as_float(own.x), __uint_as_float(own.y), __uint_as_float(own.z), __uint_as_float(own.w)};
-            if (!share.alone()) sum = of_all_parts(own, pieces + group * 32 * CONSUMERS + threadIdx.x, share, part);
-#pragma unroll
-            for (int e = 0; e < 2; e++) {
-                const int m = 8 * group + 2 * t + e;
-                if (m >= rows) continue;
-                const float factor = __uint_as_float(shared_uint32(FACTORS_AT + 4 * m));
-                float* to = out + (uint64)m * out_stride + n;
-                if (n < outputs) to[0] = (e ? sum.y : sum.x) * factor;
-                if (n + 8 < outputs) to[8] = (e ? sum.w : sum.z) * factor;
-            }
+            if (!share.alone()) sum = of_all_parts(own, pieces + group * 32 * CONSUMERS + 32 * warp + lane, share, blockIdx.x);
+            write(out, sum, group, begin.pair, warp, lane, rows, outputs, out_stride);
         }
     }
+    if (whole) finish_rest(cut, out, pieces, warp, lane, rows, outputs, out_stride);
 }

@@ -31,7 +31,7 @@ from paceline.ops.linear.rows import Rows
 from paceline.ops.linear.tiles import TILE_ROWS, TiledWeight, unit_bytes
 from paceline.ops.quant import fields
 
-VERSION = 1
+VERSION = 2
 """Of the arithmetic: raise it when the bits of a product change."""
 FORMS = ("IQ4_XS", "Q4_K", "Q5_K", "Q6_K", "Q8_0")
 _WIDTHS = (8, 16, 24, 32, 48, 64)
@@ -70,15 +70,22 @@ def decode(x: Rows, weight: TiledWeight) -> Tensor:
 def _decode_rows(x: Rows, weight: TiledWeight, out: Tensor, first: int, rows: int) -> None:
     device = x.values.device.index
     tokens = next(width for width in _WIDTHS if rows <= width)
-    steps = -(-weight.tiles // 2) * weight.blocks
-    parts = min(torch.cuda.get_device_properties(device).multi_processor_count, steps)
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    parts, whole, sharers = _cut(weight.tiles, weight.blocks, processors)
     kernel = _kernel(device, weight.form, tokens)
     pointers = [weight.data, x.factors[first:], out[first:], _pieces(device)]
-    numbers = [first, rows, out.shape[1], out.stride(0), weight.tiles, weight.blocks, 0]
+    numbers = [first, rows, out.shape[1], out.stride(0), weight.tiles, weight.blocks, whole, sharers, 0]
     arguments: list[_Argument] = [_tensor_map(x.values, tokens)]
     arguments += [ctypes.c_void_p(tensor.data_ptr()) for tensor in pointers]
     arguments += [ctypes.c_int(number) for number in numbers]
     _launch(kernel, parts, arguments)
+
+
+def _cut(tiles: int, blocks: int, processors: int) -> tuple[int, int, int]:
+    """CTAs, the pairs of tiles that each has alone, and how many CTAs share the steps of the pairs that are left over."""
+    pairs = -(-tiles // 2)
+    parts = min(processors, pairs * blocks)
+    return parts, pairs // parts, min(parts, pairs % parts * blocks)
 
 
 @functools.cache
