@@ -5,7 +5,7 @@ The tokens that come out follow the drafts and mean nothing. Never part of norma
 
 from __future__ import annotations
 
-import hashlib
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -17,10 +17,18 @@ from paceline.engine.plan import VerifySpan
 from paceline.errors import ConfigError
 from paceline.transfer import to_device
 
+_GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0
+
 
 class SyntheticAcceptance:
     """Every draft holds with one constant probability, given that those before it did, such that a full block yields
-    ``length`` tokens per round on average."""
+    ``length`` tokens per round on average.
+
+    Which tokens a draft misses is a function of the prompt, so that runs can be compared, whatever number of drafts they
+    verify. The tokens between two misses follow the geometric distribution, drawn from a sequence that covers (0, 1) evenly
+    (multiples of the golden ratio, from an offset that the prompt gives): independent draws would leave a cell of a hundred
+    rounds up to a tenth away from the length it is named after.
+    """
 
     def __init__(self, length: float, block_size: int) -> None:
         if not 1.0 <= length <= block_size:
@@ -39,16 +47,24 @@ class SyntheticAcceptance:
         return Verdict(accepted + 1, torch.where(rows <= accepted[:, None], tokens, PADDING), accepted)
 
     def _held(self, span: VerifySpan) -> int:
-        """How many drafts hold: a function of the prompt and the position, so that runs can be compared."""
-        digest = hashlib.sha256(f"{hash(span.request.prompt)} {span.start}".encode()).digest()
-        for draft in range(span.drafts):
-            if int.from_bytes(digest[2 * draft : 2 * draft + 2], "little") >= self.rate * 65536:
-                return draft
-        return span.drafts
+        """How many drafts hold: those before the first token that is missed behind the anchor."""
+        anchor = span.start - len(span.request.prompt)
+        missed = self._missed(hash(span.request.prompt), anchor + span.drafts + 1)
+        first = missed[np.searchsorted(missed, anchor, side="right")]
+        return int(min(first - anchor - 1, span.drafts))
+
+    def _missed(self, seed: int, tokens: int) -> np.ndarray:
+        """Ascending numbers of generated tokens, the first being 0, that drafts miss: all below ``tokens``, and more."""
+        if not 0.0 < self.rate < 1.0:
+            return np.arange(1, tokens + 2) if self.rate == 0.0 else np.array([2 * tokens + 2])
+        even = np.modf((seed % 2**32) / 2**32 + _GOLDEN * np.arange(tokens + 1))[0]
+        return np.cumsum(1 + np.floor(np.log1p(-even) / math.log(self.rate)).astype(np.int64))
 
 
 def _rate(length: float, block_size: int) -> float:
     """The p with 1 + p + … + p^(B - 1) = length."""
+    if length == block_size:
+        return 1.0
     low, high = 0.0, 1.0
     for _ in range(60):
         middle = (low + high) / 2
@@ -56,4 +72,4 @@ def _rate(length: float, block_size: int) -> float:
             low = middle
         else:
             high = middle
-    return high
+    return low
