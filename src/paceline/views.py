@@ -6,6 +6,7 @@ Handed out by the pool, plain data here, so that models and state do not know ea
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -22,17 +23,26 @@ class AttentionView:
     page_table: Tensor
 
 
+class GdnRoom(NamedTuple):
+    """Room for what a prefill forward leaves of S spans, R >= S: states [R, Hv, Dk, Dv] and histories [R, w-1, C]."""
+
+    state: Tensor
+    history: Tensor
+
+
 @dataclass(slots=True)
 class GdnView:
     """One Gated-DeltaNet layer: committed ``state`` [L, Hv, Dk, Dv] and convolution ``history`` [L, w-1, C] of all lanes,
     read only; a batch's ``lanes`` says which are those of its spans.
 
-    A verify forward fills ``log``; a prefill forward, which has none, leaves the new state and history of its spans.
+    A verify forward fills ``log``; a prefill forward, which has none, leaves the new state and history of its spans, in
+    ``room`` where there is some.
     """
 
     state: Tensor
     history: Tensor
     log: ReplayLog | None = None
+    room: GdnRoom | None = None
     new_state: Tensor | None = None
     new_history: Tensor | None = None
 

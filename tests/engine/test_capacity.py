@@ -219,9 +219,12 @@ def test_scratch_grows_with_what_it_depends_on(large: Large, monkeypatch: pytest
     assert round_scratch(replace(shape, lanes=12), 512).states == 2 * scratch.states
     assert round_scratch(replace(shape, max_ctx=1024), 512).attention < scratch.attention / 40
     assert round_scratch(shape, 512, graphs=False) == replace(scratch, captured=0)
-    # prefill graphs of 2, 4 and 4 prompts and one of padding: states of 48 heads of 128 x 128 and histories, of 48 layers
-    assert scratch.captured > (3 + 5 + 5) * 4 * 48 * (48 * 128 * 128 + 3 * 10_240)
-    assert scratch.captured < 2.1 * 2**30
+    # of 48 layers, states of 48 heads of 128 x 128 and histories; prefill graphs share those of 6 prompts and of padding
+    span = 4 * 48 * (48 * 128 * 128 + 3 * 10_240)
+    assert scratch.states == 6 * span
+    assert 7 * span + scratch.dequantised + 1024 * scratch.rows // (4 * 512 + 48) < scratch.captured < 2.1 * 2**30
+    few, many = (round_scratch(replace(shape, lanes=lanes), 512).captured for lanes in (8, 16))
+    assert few - scratch.captured > 2 * span > many - few, "graphs are for up to 8 prompts"
 
 
 def test_what_is_expanded_leaves_room_for_graphs_and_rounds(monkeypatch: pytest.MonkeyPatch, large: Large) -> None:

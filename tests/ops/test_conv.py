@@ -42,6 +42,9 @@ def test_history_after_every_keep(lengths: list[int]) -> None:
         got = conv_history(x, history, torch.tensor(keep), batch_of(lengths))
         for span, (before, rows) in enumerate(zip(history, x.split(lengths), strict=True)):
             assert torch.equal(got[span], torch.cat((before, rows[: keep[span]]))[-3:])
+        room = torch.full((len(lengths) + 1, 3, 5), torch.nan)
+        there = conv_history(x, history, torch.tensor(keep), batch_of(lengths), room)
+        assert torch.equal(there, got) and there.data_ptr() == room.data_ptr() and room[-1].isnan().all()
 
 
 def test_histories_of_all_layers_advance_in_place() -> None:

@@ -73,6 +73,10 @@ def test_history_after_every_keep(channels: int) -> None:
         got = conv_history(x, history, torch.tensor(keep, device=DEVICE), batch)
         for span, (lane, rows) in enumerate(zip(LANES, x.split(LENGTHS), strict=True)):
             assert torch.equal(got[span], torch.cat((history[lane], rows[: keep[span]]))[-3:]), f"span {span}, {keep[span]}"
+        room = torch.full((2, len(LENGTHS) + 1, 3, channels), torch.nan, device=DEVICE)
+        there = conv_history(x, history, torch.tensor(keep, device=DEVICE), batch, room[1])
+        assert torch.equal(there, got) and there.data_ptr() == room[1].data_ptr()
+        assert room[0].isnan().all() and room[1, -1].isnan().all()
 
 
 @pytest.mark.parametrize(("rows", "taps"), [(8, 2), (8, 4), (2, 4), (1, 4)])

@@ -92,6 +92,16 @@ def test_chunks_equal_the_recurrence(lengths: list[int], head_map: Tensor) -> No
         offset += length
 
 
+def test_new_states_in_a_given_place() -> None:
+    lengths = [65, 3, 70]
+    (q, k, v, beta, g), first = inputs(sum(lengths)), states(len(lengths))
+    batch, room = pack("prefill", lengths, [0] * len(lengths), CPU), torch.full((4, *first.shape[1:]), torch.nan)
+    o, after = gdn_prefill(q, k, v, beta, g, first, TILED, batch)
+    same, there = gdn_prefill(q, k, v, beta, g, first, TILED, batch, room)
+    assert torch.equal(same, o) and torch.equal(there, after)
+    assert there.data_ptr() == room.data_ptr() and room[3].isnan().all()
+
+
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
 def test_rows_that_forget_everything_and_rows_that_forget_nothing(share: float) -> None:
     """Decays of e^-1000 and of 1 in any mixture; the chunked form's sums of them are exact in float32."""

@@ -357,6 +357,18 @@ def test_chunks_are_the_recurrence(shape: tuple[int, int, int, int], magnitude: 
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_new_states_in_a_given_place(shape: tuple[int, int, int, int]) -> None:
+    lengths, lanes, head_map = [107, 3, 128], [5, 2, 8], heads_of(shape, False)
+    rows, state = rows_of(sum(lengths), shape), states(lanes, shape)
+    o, after = prefill(rows, lengths, lanes, state, head_map)
+    room = torch.full((2, 4, *after.shape[1:]), torch.nan, device=DEVICE)
+    batch = pack("prefill", lengths, [0] * len(lengths), DEVICE, lanes)
+    same, there = gdn_prefill(*rows, state, head_map, batch, room[1])
+    assert torch.equal(same, o) and torch.equal(there, after) and there.data_ptr() == room[1].data_ptr()
+    assert room[0].isnan().all() and room[1, 3].isnan().all()
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_prompt_may_be_cut_and_have_company(shape: tuple[int, int, int, int]) -> None:
     """At multiples of 64, beside spans of any length."""
     length, lanes, head_map = 300, [5], heads_of(shape, True)

@@ -174,16 +174,31 @@ def test_prompt_rows_of_the_delta_rule() -> None:
     batch, head_map = pack("prefill", lengths, [0, 64], CPU, [1, 0]), torch.tensor([0, 0])
     q, k = (torch.nn.functional.normalize(torch.randn(75, 1, 32), dim=-1) for _ in range(2))
     v, beta, g = torch.randn(75, 2, 32), torch.rand(75, 2), -0.2 * torch.rand(75, 2)
-    ours, reference = both(gdn_prefill, q, k, v, beta, g, torch.randn(2, 2, 32, 32), head_map, batch)
+    state = torch.randn(2, 2, 32, 32)
+    ours, reference = both(gdn_prefill, q, k, v, beta, g, state, head_map, batch)
     for got, expected in zip(ours, reference, strict=True):
         close(got, expected, 1e-4)
+    room = torch.full((2, 3, 2, 32, 32), torch.nan)
+    with force("kernel"):
+        _, after = gdn_prefill(q, k, v, beta, g, state, head_map, batch, room[1])
+    assert (
+        torch.equal(after, ours[1])
+        and torch.equal(room[1, :2], after)
+        and room[0].isnan().all()
+        and room[1, 2].isnan().all()
+    )
 
 
 def test_convolutions() -> None:
     batch = batch_of()
     x, history, weight = torch.randn(9, 40), torch.randn(5, 3, 40), torch.randn(40, 4)
     close(*both(causal_conv, x, history, weight, batch))
-    assert torch.equal(*both(conv_history, x, history, torch.tensor([1, 1, 4]), batch))
+    ours, reference = both(conv_history, x, history, torch.tensor([1, 1, 4]), batch)
+    assert torch.equal(ours, reference)
+    room = torch.full((4, 3, 40), torch.nan)
+    with force("kernel"):
+        there = conv_history(x, history, torch.tensor([1, 1, 4]), batch, room)
+    assert torch.equal(there, ours) and torch.equal(room[:3], ours) and room[3].isnan().all()
     close(*both(dynamic_conv, torch.randn(2, 4, 64), torch.randn(2, 64), torch.randn(2, 4, 2, 8)))
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-FIVE, SIX, EIGHT = ",".join(["107"] * 5), ",".join(["107"] * 6), ",".join(["200"] * 8)
-ROUNDS = ["107", "1", "64,20,107", FIVE, SIX, EIGHT, "900", "513", "300,17,33,5,301"]
-"""Lengths of prompts. Of most there are more together than captured forwards have room for."""
+SIX, EIGHT, LONG = ",".join(["107"] * 6), ",".join(["107"] * 8), ",".join(["200"] * 8)
+ROUNDS = ["107", "1", "64,20,107", SIX, EIGHT, LONG, "900", "513", "960,65", "700,17,33,5,301", "301,301,301,301"]
+"""Lengths of prompts. Of some there are more together than captured forwards have room for."""
 
 
 def test_warming_up_compiles_what_is_needed() -> None:

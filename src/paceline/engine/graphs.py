@@ -4,7 +4,8 @@ Captured and not, it is the same functions on the same kernels. A verify graph i
 for so many lanes, a prefill graph for short prompts; what is missing is padding, which is of a lane and a page of nobody.
 Graphs of verify and draft forwards share their memory: one may overwrite what another captured before it has left, unless
 that is still held, and what the commit reads of a round's verify forward is held. Those of prompts may run beside them and
-have memory of their own.
+have memory of their own, and one place for what each of them leaves: a round has one such forward, and the next round's does
+not begin before this round has been committed (``beside.py``).
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from paceline.models.qwen35 import Hidden, Qwen35
 from paceline.sampling import Kind
 from paceline.state.pool import StatePool
 from paceline.transfer import to_device
+from paceline.views import ContextView, GdnRoom
 
 log = logging.getLogger("paceline.engine")
 
@@ -48,8 +50,9 @@ _FINE_ROWS = 64
 _COARSE_STEP = 32
 _FINE_LANES = 8
 _TIMED_RUNS = 3
-_GRAPH_PROMPT_ROWS = (128, 256, 512)
-_GRAPH_PROMPTS = 4
+_GRAPH_PROMPT_ROWS = (128, 256, 384, 512, 768, 1024)
+_GRAPH_PROMPTS, _FEWEST_PROMPT_ROWS = 8, 32
+"""A graph is for at most so many prompts, and on average each has at least so many rows."""
 
 
 class Graphs:
@@ -70,6 +73,7 @@ class Graphs:
         self._verify: dict[int, list[CapturedVerify]] = {}
         self._draft: dict[int, CapturedDraft] = {}
         prompts = prompt_shapes(pool.shape.lanes)
+        self._left = _Left.of(pool, prompts)
         self._prefill: list[CapturedPrefill] = []
         started, total = time.perf_counter(), len(shapes) + len(self._draft_buckets) + len(prompts)
         for done, shape in enumerate(reversed(shapes), 1):  # the largest first: the others fit into its memory
@@ -162,15 +166,16 @@ class Graphs:
         longest = pool.shape.max_ctx - shape.rows
         batch, tokens = unpack_prompts(packed, shape, [shape.rows] * shape.spans, [max(0, longest)] * shape.spans)
         chunks = batch.plans
-        inputs = PromptInputs(pool.half(batch), tokens)
-        hidden: list[Hidden] = []
+        inputs = PromptInputs(pool.half(batch, self._left.room), tokens)
+        hidden = Hidden(*self._left.hidden[:, : shape.rows])
 
         def forward() -> None:
             afresh = replace(inputs.half, batch=replace(batch, plans=dict(chunks)))
-            hidden[:] = [prefill_forward(self._target, self._drafter, replace(inputs, half=afresh))]
+            left = prefill_forward(self._target, self._drafter, replace(inputs, half=afresh))
+            self._left.take(left, inputs.half.context)
 
         graph, _ = self._captured(forward, self._reading)
-        return CapturedPrefill(shape, graph, packed, inputs, hidden[0], pool.spare_lane)
+        return CapturedPrefill(shape, graph, packed, inputs, hidden, pool.spare_lane)
 
     def _captured(self, forward: Callable[[], None], capture: _Capture) -> tuple[torch.cuda.CUDAGraph, float]:
         """The graph, and seconds per run. The first call compiles what has to be compiled."""
@@ -195,6 +200,34 @@ class _Capture(NamedTuple):
 
     memory: Any
     stream: torch.cuda.Stream
+
+
+@dataclass(frozen=True, slots=True)
+class _Left:
+    """The one place for what prefill graphs leave, of which each has the first rows and spans: ``room`` for states, the
+    residual stream ``hidden`` [2, N, H] and the drafter's ``context`` K/V [2, layers, N, Hkv, D]."""
+
+    room: GdnRoom
+    hidden: Tensor
+    context: Tensor
+
+    @classmethod
+    def of(cls, pool: StatePool, shapes: Sequence[PromptShape]) -> _Left:
+        rows, drafter = max(shape.rows for shape in shapes), pool.shape.drafter
+        hidden = torch.zeros(2, rows, pool.shape.target.hidden_size, device=pool.device)
+        sizes = (drafter.num_layers, rows, drafter.num_kv_heads, drafter.head_dim) if drafter else (0, rows, 0, 0)
+        room = pool.prompt_room(max(shape.spans for shape in shapes))
+        return cls(room, hidden, torch.zeros(2, *sizes, device=pool.device))
+
+    def take(self, hidden: Hidden, context: Sequence[ContextView]) -> None:
+        """Copy what a forward has left where it is, and let the views show the copies. States are here already."""
+        assert hidden.delta is not None, "a target without layers"
+        for place, part in zip(self.hidden, (hidden.x, hidden.delta), strict=True):
+            place[: len(part)] = part
+        for view, *places in zip(context, *self.context, strict=True):
+            assert view.k is not None and view.v is not None, "the forward left no drafter context"
+            k, v = (place[: len(part)].copy_(part) for place, part in zip(places, (view.k, view.v), strict=True))
+            view.stage(k, v)
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +262,8 @@ class CapturedVerify:
 
 @dataclass(frozen=True, slots=True)
 class CapturedPrefill:
-    """A prefill forward; ``packed`` is where it reads, ``hidden`` and the views of ``inputs`` where it writes."""
+    """A prefill forward; ``packed`` is where it reads, ``hidden`` and the views of ``inputs`` where it writes, as others
+    do."""
 
     shape: PromptShape
     graph: torch.cuda.CUDAGraph
@@ -298,9 +332,9 @@ def decode_shapes(lanes: int, block: int) -> list[DecodeShape]:
 
 
 def prompt_shapes(lanes: int) -> list[PromptShape]:
-    """Prefill forwards that get graphs: few rows and few prompts, each of which leaves a state. Longer ones take the device
-    longer than the host needs to launch them. One span more is padding."""
-    spans = [(rows, min(lanes, _GRAPH_PROMPTS, rows // CHUNK_SIZE)) for rows in _GRAPH_PROMPT_ROWS]
+    """Prefill forwards that get graphs. Longer ones take the device longer than the host needs to launch them, and more
+    prompts more room for their states. One span more is padding."""
+    spans = [(rows, min(lanes, _GRAPH_PROMPTS, rows // _FEWEST_PROMPT_ROWS)) for rows in _GRAPH_PROMPT_ROWS]
     return [PromptShape(rows, count + 1, rows // CHUNK_SIZE + count, padded=True) for rows, count in spans]
 
 

@@ -21,9 +21,9 @@ _F16, _F32 = 2, 4
 class Scratch:
     """Bytes. ``logits`` of every row that draws a token, partial sums and a copy included; ``scores`` a copy of them for
     logprobs and, for a few rows at a time, those of a prompt and what is made of them; ``attention`` the partial results
-    over the longest context; ``rows`` the activations of a forward; ``states`` what a prompt chunk leaves for the commit;
-    ``dequantised`` the largest product's weight in 16 bits, as prompt rows multiply it; ``captured`` what each captured
-    forward leaves for the commit in a place of its own."""
+    over the longest context; ``rows`` the activations of a forward; ``states`` what prompt chunks leave for the commit;
+    ``dequantised`` the largest product's weight in 16 bits, as prompt rows multiply it; ``captured`` the same three of
+    captured prompt forwards, and what captured verify forwards leave for the commit."""
 
     logits: int
     scores: int
@@ -50,7 +50,7 @@ def round_scratch(shape: StateShape, prefill_tokens: int, *, graphs: bool = True
         scores=_F32 * (decode_rows + 5 * ROWS_AT_ONCE) * target.vocab_size,
         attention=_F32 * decode_rows * target.num_heads * pieces * (target.head_dim + 2),
         rows=_F32 * (decode_rows + prompt_rows) * _numbers_per_row(shape),
-        states=2 * shape.lanes * _state_bytes(shape),
+        states=shape.lanes * _state_bytes(shape),
         dequantised=_F16 * _largest_product(shape),
         captured=_captured(shape) if graphs else 0,
     )
@@ -65,15 +65,16 @@ def _state_bytes(shape: StateShape) -> int:
 
 
 def _captured(shape: StateShape) -> int:
-    """The residual stream and the states of each prefill graph, the drafter's context rows of all graphs (the joined
-    product of keys and values, and the keys once more)."""
+    """Of prefill graphs, which share all of it, the states, the activations, the copies of the residual stream and of the
+    drafter's context rows, and a weight in 16 bits; of each verify graph the drafter's context rows (the joined product of
+    keys and values, and the keys once more)."""
     drafter, prompts = shape.drafter, prompt_shapes(shape.lanes)
-    total = sum(prompt.spans * _state_bytes(shape) + 2 * _F32 * prompt.rows * shape.target.hidden_size for prompt in prompts)
-    if drafter is not None:
-        decode = decode_shapes(shape.lanes, drafter.block_size)
-        rows = sum(one.rows for one in decode) + sum(one.rows for one in prompts)
-        total += 3 * _F32 * rows * drafter.num_layers * drafter.num_kv_heads * drafter.head_dim
-    return total
+    context = drafter.num_layers * drafter.num_kv_heads * drafter.head_dim if drafter is not None else 0
+    of_row = _numbers_per_row(shape) + 2 * shape.target.hidden_size + 2 * context
+    total = max(prompt.spans for prompt in prompts) * _state_bytes(shape) + _F16 * _largest_product(shape)
+    total += _F32 * max(prompt.rows for prompt in prompts) * of_row
+    decode = decode_shapes(shape.lanes, drafter.block_size) if drafter is not None else []
+    return total + 3 * _F32 * sum(one.rows for one in decode) * context
 
 
 def _numbers_per_row(shape: StateShape) -> int:

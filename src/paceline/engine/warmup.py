@@ -15,7 +15,7 @@ from paceline.types import Request
 
 log = logging.getLogger("paceline.engine")
 
-_PROMPTS = ((531,), (300, 200, 77), (640, 32), (20,), (33,))
+_PROMPTS = ((1025,), (600, 400, 77), (1040, 64), (20,), (33,))
 """Of each round. Some are longer together than any captured forward, odd and even."""
 _ANSWER = 32
 _SAMPLING = ((1.0, 0, 1.0), (0.7, 20, 0.9), (0.7, 0, 0.9), (0.0, 0, 1.0), (0.7, 200, 1.0))

@@ -177,8 +177,9 @@ class GatedDeltaNet(nn.Module):
         if view.log is not None:
             o, _ = gdn_verify(*inputs, view.state, self.head_map, batch, view.log.d)
         else:
-            o, state = gdn_prefill(*inputs, view.state, self.head_map, batch)
-            view.advance(state, conv_history(raw, view.history, batch.span_lengths, batch))
+            of_states, of_histories = view.room or (None, None)
+            o, state = gdn_prefill(*inputs, view.state, self.head_map, batch, of_states)
+            view.advance(state, conv_history(raw, view.history, batch.span_lengths, batch, of_histories))
         z = z.unflatten(-1, (self.value_heads, self.value_dim))
         return self.out_proj(gated_output(o, z, self.norm.weight, self.norm.eps, self.operand), batch.kind)
 

@@ -24,7 +24,7 @@ from paceline.state.pages import DUMMY_PAGE, PageAllocator
 from paceline.state.shapes import StateShape, pages_for
 from paceline.transfer import to_device
 from paceline.types import RowKind
-from paceline.views import AttentionView, ContextView, GdnView, TargetViews
+from paceline.views import AttentionView, ContextView, GdnRoom, GdnView, TargetViews
 
 
 @dataclass(frozen=True, slots=True)
@@ -364,8 +364,9 @@ class StatePool:
         lengths, starts, lanes = zip(*((span.length, span.start, span.lane) for span in spans), strict=True)
         return self.half(pack(kind, lengths, starts, self.device, lanes))
 
-    def half(self, batch: PackedBatch) -> Half:
-        """Views for a forward over ``batch``. Those of a decode batch stay valid as long as the pool lives."""
+    def half(self, batch: PackedBatch, room: GdnRoom | None = None) -> Half:
+        """Views for a forward over ``batch``. Those of a decode batch stay valid as long as the pool lives. ``room`` is what
+        ``prompt_room`` gave, for a prefill batch."""
         layers: list[AttentionView | GdnView] = []
         attention, gdn = iter(zip(self.k, self.v, strict=True)), iter(range(len(self._gdn)))
         table = self.prompt_table if batch.kind == "prefill" else self.table
@@ -375,8 +376,14 @@ class StatePool:
             else:
                 index = next(gdn)
                 log = ReplayLog(*(part[index] for part in self.log)) if batch.kind == "decode" else None
-                layers.append(GdnView(self.gdn[index], self.history[index], log))
+                own = GdnRoom(*(part[index] for part in room)) if room else None
+                layers.append(GdnView(self.gdn[index], self.history[index], log, own))
         return Half(batch, TargetViews(layers), [ContextView() for _ in self.draft_k])
+
+    def prompt_room(self, spans: int) -> GdnRoom:
+        """Room, in all layers, for what a prefill forward of up to so many spans leaves for the commit."""
+        places = ((len(state), spans, *state.shape[2:]) for state in (self.gdn, self.history))
+        return GdnRoom(*(torch.zeros(place, device=self.device) for place in places))
 
     @property
     def spare_lane(self) -> int:

@@ -43,10 +43,13 @@ def _causal_conv(x, history, weight, out, lanes, row_span, starts, stride, CHANN
     tl.store(out + row * CHANNELS + at, total / (1.0 + tl.exp(-total)), mask=inside)
 
 
-def conv_history(x: Tensor, history: Tensor, keep: Tensor, batch: PackedBatch) -> Tensor:
+def conv_history(x: Tensor, history: Tensor, keep: Tensor, batch: PackedBatch, room: Tensor | None = None) -> Tensor:
     x, history = _unit_stride(x), history.contiguous()
     width, channels = history.shape[1:]
-    out = torch.empty(batch.num_spans, width, channels, dtype=torch.float32, device=x.device)
+    if room is None:
+        room = torch.empty(batch.num_spans, width, channels, dtype=torch.float32, device=x.device)
+    out = room[: batch.num_spans]
+    assert out.is_contiguous(), "room for histories must be contiguous"
     facts = (batch.lanes, batch.starts, keep)
     _conv_history[batch.num_spans * width, triton.cdiv(channels, _BLOCK.value)](
         x, history, out, *facts, x.stride(0), CHANNELS=channels, WIDTH=width, num_warps=4

@@ -26,16 +26,17 @@ def causal_conv(x: Tensor, history: Tensor, weight: Tensor, batch: PackedBatch) 
     return silu(total[first])
 
 
-def conv_history(x: Tensor, history: Tensor, keep: Tensor, batch: PackedBatch) -> Tensor:
+def conv_history(x: Tensor, history: Tensor, keep: Tensor, batch: PackedBatch, room: Tensor | None = None) -> Tensor:
     """The new history [S, w-1, C] of the spans' lanes after the first ``keep`` [S] rows of each: rows keep … keep + w - 2 of
-    (history ‖ inputs), counted from 0."""
+    (history ‖ inputs), counted from 0. It is the first S of ``room`` [>= S, w-1, C] where one is given."""
     history, width = history[batch.lanes], history.shape[1]
     spans = torch.arange(history.shape[0], device=x.device)
     extended = torch.cat((history.flatten(0, 1), x))
     offset = keep.unsqueeze(1) + torch.arange(width, device=x.device)
     old = spans.unsqueeze(1) * width + offset
     new = history.shape[0] * width + batch.starts.unsqueeze(1) + offset - width
-    return extended[torch.where(offset < width, old, new)]
+    after = extended[torch.where(offset < width, old, new)]
+    return after if room is None else room[: len(after)].copy_(after)
 
 
 def advance_history(history: Tensor, raw: Tensor, keep: Tensor, batch: PackedBatch) -> None:

@@ -479,7 +479,15 @@ def _replay(
 
 
 def gdn_prefill(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor, state: Tensor, head_map: Tensor, batch: PackedBatch
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    g: Tensor,
+    state: Tensor,
+    head_map: Tensor,
+    batch: PackedBatch,
+    room: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     q, k, v, state = _packed_heads(q), _packed_heads(k), _for_descriptor(_packed_heads(v)), state.contiguous()
     beta, g = beta.contiguous(), g.contiguous()
@@ -488,7 +496,10 @@ def gdn_prefill(
     chunks, key_heads = len(sizes), k.shape[1]
     width = max(16, triton.next_power_of_2(dk))
     out = torch.empty(v.shape, dtype=torch.float32, device=v.device)
-    after = torch.empty(batch.num_spans, heads, dk, dv, dtype=torch.float32, device=v.device)
+    if room is None:
+        room = torch.empty(batch.num_spans, heads, dk, dv, dtype=torch.float32, device=v.device)
+    after = room[: batch.num_spans]
+    assert after.is_contiguous(), "room for states must be contiguous"
     tiles = torch.empty(4 * chunks * key_heads * CHUNK_SIZE, width, dtype=torch.float16, device=v.device)
     squares = torch.empty(4 * chunks * heads * CHUNK_SIZE, CHUNK_SIZE, dtype=torch.float16, device=v.device)
     total = out.new_empty(chunks, heads, CHUNK_SIZE)

@@ -155,10 +155,19 @@ def gdn_replay(state: Tensor, k: Tensor, d: Tensor, g: Tensor, keep: Tensor, hea
 
 
 def gdn_prefill(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor, state: Tensor, head_map: Tensor, batch: PackedBatch
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    g: Tensor,
+    state: Tensor,
+    head_map: Tensor,
+    batch: PackedBatch,
+    room: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Shapes as in ``gdn_verify``; every span starts at a multiple of 64 of its sequence. Returns (o [N, Hv, Dv], the new
-    states [S, Hv, Dk, Dv] of the spans). A partial last chunk is padded with rows of zeros, which are exact no-ops."""
+    states [S, Hv, Dk, Dv] of the spans), which are the first S of ``room`` [>= S, Hv, Dk, Dv] where one is given. A partial
+    last chunk is padded with rows of zeros, which are exact no-ops."""
     chunks = _plan(batch, q.device)
     q, k, v, beta, g = (chunks.gather(t) for t in (q, k, v, beta, g))
     overlap_qk, overlap_kk = _mm(q, k.transpose(-1, -2))[:, head_map], _mm(k, k.transpose(-1, -2))[:, head_map]
@@ -180,7 +189,8 @@ def gdn_prefill(
         value = u[at] - _mm(y[at], before)
         out[at] = _mm(q_decayed[at], before) + _mm(scores[at], value)
         before.mul_(torch.exp(last[at]).unsqueeze(-1)).add_(_mm(k_decayed[at], value))
-    return chunks.scatter(out), torch.empty_like(state).index_copy_(0, chunks.order, state)
+    after = torch.empty_like(state) if room is None else room[: len(state)]
+    return chunks.scatter(out), after.index_copy_(0, chunks.order, state)
 
 
 def _mm(a: Tensor, b: Tensor) -> Tensor:
