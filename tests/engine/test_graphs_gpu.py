@@ -1,11 +1,21 @@
-"""Captured decode forwards against the same functions run as they are: equal tokens, equal acceptance, equal to the bit."""
+"""Captured forwards against the same functions run as they are: equal tokens, equal acceptance, equal to the bit."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
+from torch import Tensor
 
 from paceline import LLM, SamplingParams
+from paceline.config import EngineOptions
+from paceline.engine.build import build
+from paceline.engine.graphs import CapturedPrefill
+from paceline.engine.plan import PrefillSpan, Round, RoundResult
+from paceline.engine.runner import Runner
+from paceline.models.qwen35 import Hidden
+from paceline.types import Request
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
@@ -57,3 +67,89 @@ def test_prompts_take_over_lanes_that_something_was_begun_for(lanes: int) -> Non
     for first, second, plain in zip(*results, strict=True):
         assert first.tokens == second.tokens == plain.tokens
         assert first.logprobs == second.logprobs == plain.logprobs
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_prompts_that_arrive_together(beside: bool) -> None:
+    """Eight at a time, lanes of which end with their first token or soon: rounds of prompts follow each other closely, and
+    each is committed before the next one overwrites what it has left."""
+    prompts = [[(7 + 31 * number * at + at * at) % 5000 for at in range(107 - number % 3)] for number in range(64)]
+    sampling = [
+        SamplingParams(
+            temperature=0.0 if number % 2 else 0.9, seed=number, max_tokens=1 + number // 8 % 3, ignore_eos=True, logprobs=1
+        )
+        for number in range(len(prompts))
+    ]
+    results = []
+    for graphs in (True, False):
+        options = {"cuda_graphs": graphs, "prompts_beside": beside and graphs, "draft_policy": "fixed"}
+        with LLM(device="cuda", max_concurrency=8, max_ctx=1024, **options) as llm:  # type: ignore[arg-type]
+            results.append(llm.generate(prompts, sampling))
+    for captured, eager in zip(*results, strict=True):
+        assert captured.tokens == eager.tokens and captured.logprobs == eager.logprobs
+
+
+@pytest.fixture(scope="module")
+def runner() -> Runner:
+    options = EngineOptions(device="cuda", max_concurrency=9, max_ctx=2048)
+    return build(options).runner
+
+
+Left = tuple[RoundResult, list[Tensor]]
+
+
+def read(runner: Runner, lengths: Sequence[int]) -> Left:
+    """A round of whole prompts: its results, and what is in state behind it."""
+    pool, prompts = runner.pool, []
+    drafter = [cache.data for cache in (*pool.draft_k, *pool.draft_v)]
+    for rows in drafter:
+        rows.zero_()
+    for number, length in enumerate(lengths):
+        lane = pool.admit(length + 32)
+        assert lane is not None
+        tokens = tuple((7 + 31 * number * at + at * at) % 5000 for at in range(length))
+        request = Request(f"{number}", tokens, 0.7, 1.0, 0, 0.0, number, 32, logprobs=1, prompt_logprobs=1)
+        prompts.append(PrefillSpan(request, lane, 0, tokens, final=True))
+    result = runner.run(Round((), tuple(prompts)))
+    lanes = [span.lane for span in prompts]
+    left = [pool.gdn[:, lanes], pool.history[:, lanes], *(rows[1:].clone() for rows in drafter)]
+    for lane in reversed(lanes):  # so that the next prompts get the same
+        pool.release(lane)
+    return result, left
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_rounds_of_prompts(beside: bool, runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every size, one after another: with graphs where there is one, and with what they leave in one place."""
+    captured = Runner(runner.target, runner.drafter, runner.pool, graphs=runner.graphs, prompts_beside=beside)
+    plain = Runner(runner.target, runner.drafter, runner.pool)
+    rows: list[int | None] = []
+    run = CapturedPrefill.run
+
+    def noted(self: CapturedPrefill) -> Hidden:
+        rows[-1] = self.shape.rows
+        return run(self)
+
+    monkeypatch.setattr(CapturedPrefill, "run", noted)
+    rounds = {
+        (107,): 128,
+        (107,) * 8: 1024,
+        (20,) * 4: 128,
+        (107,) * 6: 768,
+        (9,) * 8: 256,
+        (1, 300, 64): 384,
+        (513,): 768,
+        (1000, 24): 1024,
+        (1025,): None,
+        (20,) * 9: None,
+        (512,): 512,
+    }
+    for lengths, expected in rounds.items():
+        rows.append(None)
+        ours, left = read(captured, lengths)
+        assert rows[-1] == expected, lengths
+        theirs, known = read(plain, lengths)
+        for name in ("prefill", "logprobs", "prompt_logprobs", "broken"):
+            assert getattr(ours, name) == getattr(theirs, name), f"{name} of {lengths}"
+        for got, want in zip(left, known, strict=True):
+            assert torch.equal(got, want), lengths
