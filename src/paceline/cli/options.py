@@ -121,7 +121,8 @@ CudaGraphs = Annotated[
     bool,
     typer.Option(
         "--cuda-graphs/--no-cuda-graphs",
-        help="Capture the decode forwards at start-up and run each in one launch (GPU only). Tokens do not depend on it.",
+        help="Capture the forwards of generated tokens and of short prompts at start-up and run each in one launch (GPU "
+        "only). Tokens do not depend on it.",
     ),
 ]
 RunAhead = Annotated[

@@ -262,8 +262,8 @@ class CapturedVerify:
 
 @dataclass(frozen=True, slots=True)
 class CapturedPrefill:
-    """A prefill forward; ``packed`` is where it reads, ``hidden`` and the views of ``inputs`` where it writes, as others
-    do."""
+    """A prefill forward; ``packed`` is where it reads; where it writes, ``hidden`` and the views of ``inputs``, others write
+    too."""
 
     shape: PromptShape
     graph: torch.cuda.CUDAGraph
