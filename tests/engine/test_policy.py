@@ -49,6 +49,9 @@ class Machine:
 
 GPU = Machine(lambda lanes: 1.5e-3 + (lanes - 1) / 7e3, lambda spans, rows: 8e-3 + 4e-3 * max(0, rows - 8) / 56)
 FLAT = Machine(lambda lanes: 2e-3, lambda spans, rows: 8e-3)
+MILLISECONDS = [6.9, 7.3, 7.8, 8.6, 9.0, 9.5, 10.3, 10.9]
+PADDED = Machine(lambda lanes: 1.1e-3 + lanes * 6e-5, lambda spans, rows: MILLISECONDS[(rows - 1) // 8] * 1e-3)
+"""Rows are padded to eights."""
 CPU = Machine(lambda lanes: lanes * 0.8e-3, lambda spans, rows: (2 + rows) * 1e-3)
 
 
@@ -183,6 +186,15 @@ def test_it_recovers_when_drafts_become_good(clients: int) -> None:
     assert min(after[150:250]) > 4.0, "all lanes draft again, after three probes at most"
 
 
+def test_lanes_that_are_alike_do_not_follow_their_luck() -> None:
+    """A full block pays for each of them, so whoever thinks less of a lane that had bad luck loses."""
+    policy = PADDED.seeded()
+    serve(policy, PADDED, 0.787, clients=6, requests=12, label="warm-up ", noise=0.04)
+    run = serve(policy, PADDED, 0.787, clients=6, requests=120, noise=0.04)
+    full = serve(FixedPolicy(), PADDED, 0.787, clients=6, requests=120)
+    assert run.mean_drafts > 0.95 * full.mean_drafts
+
+
 def test_it_stops_when_drafts_become_bad() -> None:
     run = serve(GPU.seeded(), GPU, lambda _, round: 0.9 * (round < 50), clients=4, requests=4, tokens=1000)
     assert sum(run.plans[49]) >= 20
@@ -289,6 +301,22 @@ def test_a_new_request_starts_from_the_others_of_its_kind() -> None:
     assert acceptance.survival(lane("drawn", sampled=True))[0] < 0.1
 
 
+def test_a_lane_goes_its_own_way_the_sooner_the_more_lanes_differ() -> None:
+    def after_three_failures(rates: Sequence[float]) -> float:
+        dice, acceptance = random.Random(2), Acceptance()
+        for request in range(40):
+            for _ in range(20):
+                held = next((i for i in range(7) if dice.random() >= rates[request % len(rates)]), 7)
+                acceptance.observe(LaneOutcome(str(request), False, 7, held))
+        usual = acceptance.survival(lane("new"))[0]
+        for _ in range(3):
+            acceptance.observe(LaneOutcome("unlucky", False, 7, 0))
+        return acceptance.survival(lane("unlucky"))[0] / usual
+
+    assert after_three_failures([0.8]) > 0.85
+    assert after_three_failures([0.95, 0.5]) < 0.65
+
+
 def test_a_lane_that_does_not_draft_fades_to_the_others() -> None:
     acceptance = Acceptance()
     for _ in range(40):
@@ -335,6 +363,21 @@ def test_a_batch_is_filled_up_where_it_is_padded() -> None:
     for _ in range(50):
         policy.observe([LaneOutcome("a", False, 3, 2)], DecodeSeconds(1.0, 8.5))
     assert policy.plan([lane()]) == [3]
+
+
+def test_what_is_padded_alike_costs_alike() -> None:
+    """Whatever the clock said of each number of rows. So what is paid for anyway is always taken."""
+    policy = AutoPolicy()
+    policy.seed({1: 1.0, 4: 1.2}, {(1, 1): 8.0, (4, 4): 8.2, (4, 8): 8.5, (4, 16): 9.0, (4, 32): 30.0})
+    for number in range(40):
+        drafts, seconds = [([2, 2, 2], 9.0), ([4, 4, 5], 9.4), ([3, 0, 2], 8.6)][number % 3]
+        held = [count - (number % 5 == 0) if count else 0 for count in drafts]
+        outcomes = [LaneOutcome("abc"[i], False, drafts[i], held[i]) for i in range(3)]
+        policy.observe(outcomes, DecodeSeconds(seconds / 9, seconds))
+    row, draft = policy.costs.verify_row(3, 16), policy.costs.draft_row(4)
+    assert len(set(row[2:6])) == 1 and len(set(row[6:14])) == 1 and len(set(draft[2:])) == 1
+    assert row[2] < row[6]
+    assert sum(policy.plan([lane(name) for name in "abc"])) == 13
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0])

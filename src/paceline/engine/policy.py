@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise, takewhile
 from operator import mul
@@ -30,8 +30,12 @@ _LANE_FADE = 0.95
 """By which a lane's evidence shrinks in each round in which it drafts: a memory of about 20 rounds."""
 _IDLE_FADE = 0.98
 """The same in a round in which the lane does not draft."""
-_LANE_PRIOR = 4.0
-"""Drafts that the estimate over all lanes counts for in a lane's own."""
+_EVEN_DRAFTS = 4.0
+"""So many drafts at even odds tell the log odds of success with a variance of one."""
+_FIRST_WEIGHT = 20.0
+"""What it counts for that lanes are taken to differ by a variance of one before it is known by how much they do."""
+_LEAST_SPREAD = 0.04
+"""The variance that lanes are taken to differ by at least."""
 _SHARED_FADE = 0.98
 """The same over all lanes, by drafting span."""
 _SHARED_PRIOR = 2.0
@@ -205,7 +209,7 @@ class Costs:
 
     Either is a shape times a ratio. The shape comes from seeds, or is a guess; the ratio is that of measurements to the
     shape, interpolated between the row counts that were measured. So a long context or a busy machine, which slows what is
-    measured, is taken to slow the rest as well.
+    measured, is taken to slow the rest as well. What was padded to the same seed counts as the same: it cost the same.
     """
 
     def __init__(self) -> None:
@@ -233,10 +237,12 @@ class Costs:
         self._round += 1
         for points in (self._draft_ratio, *self._verify_ratio.values()):
             points.forget(self._round - _MEMORY_ROUNDS)
-        spans, drafting, rows = len(drafts), sum(count > 0 for count in drafts), len(drafts) + sum(drafts)
-        [base] = _base(self._shape_for(spans), 1, rows, rows, rows)
+        drafting, (spans, shape) = sum(count > 0 for count in drafts), self._shape_for(len(drafts))
+        rows = shape.padded(len(drafts) + sum(drafts))
+        [base] = _base(shape, 1, rows, rows, rows)
         self._verify_ratio.setdefault(spans, Points()).measure(rows, seconds.verify / base, self._round)
         if drafting:
+            drafting = self._draft_shape.padded(drafting)
             [base] = _base(self._draft_shape, _GUESSED_BLOCK, drafting, drafting, drafting)
             self._draft_ratio.measure(drafting, seconds.draft / base, self._round)
 
@@ -246,13 +252,16 @@ class Costs:
 
     def verify_row(self, spans: int, most: int) -> list[float]:
         """Of ``spans`` … ``most`` rows in ``spans`` spans. The same for all until something is known."""
-        shape, ratio = self._shape_for(spans), _nearest(self._verify_ratio, spans)
-        return _row(shape, ratio, 1, spans, most) or [1.0] * (most - spans + 1)
+        batch, shape = self._shape_for(spans)
+        return _row(shape, _nearest(self._verify_ratio, batch), 1, spans, most) or [1.0] * (most - spans + 1)
 
-    def _shape_for(self, spans: int) -> _Steps | None:
-        """The seeds of the smallest batch that holds so many spans."""
+    def _shape_for(self, spans: int) -> tuple[int, _Steps]:
+        """The smallest batch with seeds that holds so many spans, and its seeds; itself and none if there are none."""
         known = sorted(self._verify_shape)
-        return self._verify_shape[known[min(bisect_left(known, spans), len(known) - 1)]] if known else None
+        if not known:
+            return spans, _Steps()
+        batch = known[min(bisect_left(known, spans), len(known) - 1)]
+        return batch, self._verify_shape[batch]
 
     def knows_plain(self, spans: int) -> bool:
         """Whether a plain round of so many spans was measured."""
@@ -330,27 +339,34 @@ class Points:
 class _Steps(Points):
     """At a count that is not known: what the next larger known one has, or the largest."""
 
+    def padded(self, count: int) -> int:
+        """The known count that it is padded to; itself if none is as large."""
+        index = bisect_left(self._counts, count)
+        return self._counts[index] if index < len(self._counts) else count
+
     def _lines(self, first: int, last: int) -> list[float]:
         counts = self._counts
         larger = (bisect_left(counts, at) for at in range(first, last + 1)) if counts else ()
         return [self._values[counts[min(index, len(counts) - 1)]] for index in larger]
 
 
-def _row(shape: Points | None, ratio: Points | None, rows_each: int, first: int, last: int) -> list[float]:
+def _row(shape: _Steps, ratio: Points | None, rows_each: int, first: int, last: int) -> list[float]:
     """Seconds at the counts first … last; empty if nothing is known. Fewer rows never cost more, whatever noise says.
 
     A guess is never trusted above the largest count that was measured: until it is tried, more costs no more.
     """
     if ratio is None or not ratio.known:
-        row = shape.along(first, last) if shape is not None else []
+        row = shape.along(first, last)
     else:
-        row = list(map(mul, _base(shape, rows_each, first, last, ratio.largest), ratio.along(first, last)))
+        ratios = ratio.along(first, shape.padded(last))
+        base = _base(shape, rows_each, first, last, ratio.largest)
+        row = [seconds * ratios[shape.padded(at) - first] for at, seconds in enumerate(base, start=first)]
     return list(accumulate(reversed(row), min))[::-1]
 
 
-def _base(shape: Points | None, rows_each: int, first: int, last: int, largest: int) -> list[float]:
+def _base(shape: _Steps, rows_each: int, first: int, last: int, largest: int) -> list[float]:
     """The shape, or in its place the guess: of a forward of 16 rows, half the cost is fixed."""
-    known = shape.along(first, last) if shape is not None else []
+    known = shape.along(first, last)
     return known or [float(_GUESSED_FIXED_ROWS + min(count, largest) * rows_each) for count in range(first, last + 1)]
 
 
@@ -368,28 +384,28 @@ class Acceptance:
 
     With K drafts of which a held, 1 … a are successes, a + 1 is a failure if a < K, and of the others nothing is known.
     Evidence fades, so that a change is noticed. A lane's estimate starts from the one over all requests, kept apart for
-    drawn and for greedy tokens.
+    drawn and for greedy tokens, and leaves it the sooner the more lanes were found to differ: where they do not, what looks
+    like a difference is chance, and choosing by chance loses.
     """
 
     def __init__(self) -> None:
-        self._shared = {sampled: _Evidence() for sampled in (False, True)}
+        self._all = {sampled: _AllLanes() for sampled in (False, True)}
         self._lanes: dict[str, _Evidence] = {}
 
     def observe(self, outcome: LaneOutcome) -> None:
         lane = self._lanes.setdefault(outcome.request_id, _Evidence())
         lane.fade(_LANE_FADE if outcome.drafts else _IDLE_FADE)
         if outcome.drafts:
+            self._all[outcome.sampled].observe(lane, outcome)
             lane.add(outcome.drafts, outcome.accepted)
-            shared = self._shared[outcome.sampled]
-            shared.fade(_SHARED_FADE)
-            shared.add(outcome.drafts, outcome.accepted)
 
     def forget(self, request_id: str) -> None:
         self._lanes.pop(request_id, None)
 
     def survival(self, lane: LaneDrafts) -> list[float]:
         """The probability that the first 1 … ``most`` drafts hold: strictly falling, and cut where it is negligible."""
-        rates = _rates(self._shared[lane.sampled], self._lanes.get(lane.request_id, _NOTHING), lane.most)
+        everybody = self._all[lane.sampled]
+        rates = _lane_rates(everybody.rates(lane.most), self._lanes.get(lane.request_id, _NOTHING), everybody.prior)
         return list(takewhile(lambda survival: survival > _NEGLIGIBLE, accumulate(rates, mul)))
 
 
@@ -421,24 +437,63 @@ class _Evidence:
             return 0.0, 0.0
         return self.held[position] * self.weight, self.tried[position] * self.weight
 
+    def surplus(self, rates: Sequence[float]) -> tuple[float, float]:
+        """Successes beyond those that these rates let expect, and the information about log odds in as many trials."""
+        expected = list(map(mul, self.tried, rates))
+        information = sum(count * (1.0 - rate) for count, rate in zip(expected, rates, strict=False))
+        return self.weight * (sum(self.held) - sum(expected)), self.weight * information
+
 
 _NOTHING = _Evidence()
 
 
-def _rates(shared: _Evidence, own: _Evidence, most: int) -> Iterator[float]:
-    """Conditional acceptance at the first ``most`` positions.
+class _AllLanes:
+    """The acceptance over all lanes by position, and how much lanes differ: the variance among their log odds.
 
-    Over all lanes, a position of which little is known is taken to be like the one before it. In a lane it is taken to be
-    as much better or worse (in odds) than over all lanes as the one before it was found to be.
+    That is found from how well a lane's surplus of accepted drafts predicts that of its next round. Two rounds have chance
+    apart and the lane in common, so the mean product of their surpluses is the variance times that of their information.
     """
-    everybody, odds = _FIRST_GUESS, 1.0
-    for position in range(most):
-        held, tried = shared.at(position)
-        everybody = _bounded((held + _SHARED_PRIOR * everybody) / (tried + _SHARED_PRIOR))
-        expected = everybody * odds / (1.0 - everybody + everybody * odds)
+
+    def __init__(self) -> None:
+        self._evidence = _Evidence()
+        self._products = self._scale = _FIRST_WEIGHT
+
+    def observe(self, lane: _Evidence, outcome: LaneOutcome) -> None:
+        """A round of a lane, of which so much was known."""
+        latest = _Evidence()
+        latest.add(outcome.drafts, outcome.accepted)
+        if lane.tried:
+            rates = list(self.rates(max(len(lane.tried), len(latest.tried))))
+            (before, known), (surplus, information) = lane.surplus(rates), latest.surplus(rates)
+            self._products = self._products * _SHARED_FADE + before * surplus
+            self._scale = self._scale * _SHARED_FADE + known * information
+        self._evidence.fade(_SHARED_FADE)
+        self._evidence.add(outcome.drafts, outcome.accepted)
+
+    @property
+    def prior(self) -> float:
+        """Drafts that the estimate over all lanes counts for in a lane's own."""
+        return _EVEN_DRAFTS / max(self._products / self._scale, _LEAST_SPREAD)
+
+    def rates(self, most: int) -> Iterator[float]:
+        """Conditional acceptance at the first ``most`` positions. One of which little is known is taken to be like the one
+        before it."""
+        rate = _FIRST_GUESS
+        for position in range(most):
+            held, tried = self._evidence.at(position)
+            rate = _bounded((held + _SHARED_PRIOR * rate) / (tried + _SHARED_PRIOR))
+            yield rate
+
+
+def _lane_rates(everybody: Iterable[float], own: _Evidence, prior: float) -> Iterator[float]:
+    """Conditional acceptance in a lane: at a position of which little is known as much better or worse (in odds) than over
+    all lanes as at the position before it."""
+    odds = 1.0
+    for position, usual in enumerate(everybody):
+        expected = usual * odds / (1.0 - usual + usual * odds)
         held, tried = own.at(position)
-        rate = _bounded((held + _LANE_PRIOR * expected) / (tried + _LANE_PRIOR))
-        odds = rate * (1.0 - everybody) / ((1.0 - rate) * everybody)
+        rate = _bounded((held + prior * expected) / (tried + prior))
+        odds = rate * (1.0 - usual) / ((1.0 - rate) * usual)
         yield rate
 
 
