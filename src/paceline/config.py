@@ -165,7 +165,7 @@ class EngineOptions:
     threads: int | None = None
     cuda_graphs: bool = True
     run_ahead: bool = True
-    prompts_beside: bool = False
+    prompts_beside: bool = True
     expand_weights: bool = True
     nvtx: bool = False
     spec_synth_len: float | None = None

@@ -33,13 +33,13 @@ ROWS = (140, 90, 200)
 def test_graphs_have_room_for_what_comes_together() -> None:
     for lanes in (1, 3, 6, 8, 40):
         shapes = prompt_shapes(lanes)
-        assert [shape.rows for shape in shapes] == [128, 256, 384, 512, 768, 1024]
+        assert [shape.rows for shape in shapes] == [*range(128, 768, 32), 768, 832, 896, 960, 1024]
         spans = [shape.spans for shape in shapes]
         assert spans == sorted(spans) and spans[-1] == min(lanes, 8) + 1, "one is padding"
         for shape in shapes:
             short = shape.spans - 2  # prompts of a row, beside one that has all others
             assert shape.padded and shape.chunks >= short + -(-(shape.rows - short) // 64)
-    assert [shape.spans for shape in prompt_shapes(8)] == [5, 9, 9, 9, 9, 9]
+    assert [shape.spans for shape in prompt_shapes(8)][:6] == [5, 6, 7, 8, 9, 9]
 
 
 @pytest.fixture

@@ -133,12 +133,12 @@ def test_rounds_of_prompts(beside: bool, runner: Runner, monkeypatch: pytest.Mon
     monkeypatch.setattr(CapturedPrefill, "run", noted)
     rounds = {
         (107,): 128,
-        (107,) * 8: 1024,
+        (107,) * 8: 896,
         (20,) * 4: 128,
-        (107,) * 6: 768,
+        (107,) * 6: 672,
         (9,) * 8: 256,
         (1, 300, 64): 384,
-        (513,): 768,
+        (513,): 544,
         (1000, 24): 1024,
         (1025,): None,
         (20,) * 9: None,

@@ -35,3 +35,18 @@ def test_the_source_names_its_constants() -> None:
     assert "#define FORM IQ4_XS\n" in text and "m64n24k16" in text and "float (&sums)[12]" in text
     # -127, -104, -83 and -65, and from the last of the positive values 113, 89, 69 and 53
     assert "#define NEGATIVE_0 0x4153687fu" in text and "#define POSITIVE_0 0x35455971u" in text
+
+
+@pytest.mark.parametrize(
+    ("shape", "cut"),
+    [
+        ((34816, 5120), (132, 1, 80)),  # a pair for each, and 4 pairs of 20 steps for 80
+        ((16640, 5120), (130, 0, 130)),  # 10 steps for each, half a pair, where 132 would have up to as many
+        ((5120, 6144), (120, 0, 120)),  # 4 of a pair's 24 steps
+        ((5120, 17408), (132, 0, 132)),  # 6 to a pair would have up to 12 steps instead of 11
+        ((300, 512), (4, 0, 4)),
+    ],
+)
+def test_how_the_steps_of_a_weight_are_shared_out(shape: tuple[int, int], cut: tuple[int, int, int]) -> None:
+    tiles, blocks = -(-shape[0] // 128), shape[1] // 256
+    assert hopper._cut(tiles, blocks, 132) == cut

@@ -50,7 +50,7 @@ _FINE_ROWS = 64
 _COARSE_STEP = 32
 _FINE_LANES = 8
 _TIMED_RUNS = 3
-_GRAPH_PROMPT_ROWS = (128, 256, 384, 512, 768, 1024)
+_GRAPH_PROMPT_ROWS = (*range(128, 768, 32), *range(768, 1025, 64))
 _GRAPH_PROMPTS, _FEWEST_PROMPT_ROWS = 8, 32
 """A graph is for at most so many prompts, and on average each has at least so many rows."""
 

@@ -31,10 +31,10 @@ from paceline.ops.linear.rows import Rows
 from paceline.ops.linear.tiles import TILE_ROWS, TiledWeight, unit_bytes
 from paceline.ops.quant import fields
 
-VERSION = 2
+VERSION = 3
 """Of the arithmetic: raise it when the bits of a product change."""
 FORMS = ("IQ4_XS", "Q4_K", "Q5_K", "Q6_K", "Q8_0")
-_WIDTHS = (8, 16, 24, 32, 48, 64)
+_WIDTHS = (8, 16, 24, 32, 40, 48, 56, 64)
 """Columns of the instruction, of which the last is also the number of rows in a launch."""
 _PAIR_ROWS = 2 * TILE_ROWS
 _CONSUMERS = 16
@@ -82,9 +82,13 @@ def _decode_rows(x: Rows, weight: TiledWeight, out: Tensor, first: int, rows: in
 
 
 def _cut(tiles: int, blocks: int, processors: int) -> tuple[int, int, int]:
-    """CTAs, the pairs of tiles that each has alone, and how many CTAs share the steps of the pairs that are left over."""
+    """CTAs, the pairs of tiles that each has alone, and how many CTAs share the steps of the pairs that are left over. Where
+    that takes no more steps of any, each CTA has a part of one pair only: fewer sums are exchanged."""
     pairs = -(-tiles // 2)
     parts = min(processors, pairs * blocks)
+    of_pair = parts // pairs
+    if of_pair and -(-blocks // of_pair) <= -(-pairs * blocks // parts):
+        parts = pairs * of_pair
     return parts, pairs // parts, min(parts, pairs % parts * blocks)
 
 

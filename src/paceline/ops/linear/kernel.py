@@ -38,8 +38,10 @@ PROGRAMS = 264
 """Parts that a decode product is cut into: two for each multiprocessor of an H200. Part of the arithmetic."""
 PANEL = ROW_STEP
 """Rows of the prefill product that says what the bits are."""
-_PANELS = (128, 256, 384, 512)
+_PANELS = tuple(range(128, 769, 32))
 """Heights that a prefill product may have."""
+_HIGH_PANEL = 512
+"""Of one behind which there are others: as fast per row as any (``benchmarks/h200/panels.json``)."""
 _GROUPS = (1, 2, 4)
 """Groups of 16 rows that a program may carry."""
 _WARPS = TILE_ROWS // 16
@@ -575,10 +577,13 @@ def _prefill(x: Rows, weight: TiledWeight) -> Tensor:
 
 
 def _panels(rows: int, heights: Sequence[int]) -> Iterator[slice]:
-    """The highest panels, and in the end the lowest one that suffices. ``heights`` ascend and have ``PANEL``."""
+    """High panels, and in the end the lowest one that suffices. ``heights`` ascend and have ``PANEL``. No panel ends behind
+    the next multiple of that."""
+    high = _HIGH_PANEL if _HIGH_PANEL in heights else PANEL
     start = 0
     while start < rows:
-        height = next((height for height in heights if height >= rows - start), heights[-1])
+        left = rows - start
+        height = next((height for height in heights if left <= height <= padded(left, PANEL)), high)
         yield slice(start, start + height)
         start += height
 
