@@ -12,9 +12,9 @@
 // their steps, pair by pair, are cut into ``sharers`` equal parts, one for each of the first CTAs, which begins with it.
 //
 // A pair that lies in several parts is summed in the end: each of them leaves its sums in ``pieces``, which are added up in the
-// order of the parts. Where there are whole pairs, the pieces are there long before these are done, and then all CTAs or those
-// that have had no part of the rest add them up. Where there are none, the parts whose last pair it is share it out by groups
-// of eight tokens and wait for each other, so all CTAs of a product have to be there together.
+// order of the parts. Where there are whole pairs, warps that have nothing else to do add up the rest meanwhile. Where there
+// are none, the parts whose last pair it is share it out by groups of eight tokens. They wait for each other, so all CTAs of a
+// product have to be there together.
 
 typedef unsigned char uint8;
 typedef unsigned int uint32;
@@ -25,9 +25,10 @@ struct alignas(64) TensorMap {
 };
 
 constexpr int CONSUMERS = 16;  // warps
-// Registers are moved between groups of four warps, so there are four that fetch, three of them idle: 640 threads begin with 96
-// registers each, and 128 with 32 and 512 with 112 are as many.
+// Registers are moved between groups of four warps, so there are four that do not multiply: one fetches, three add up the rest.
+// 640 threads begin with 96 registers each, and 128 with 32 and 512 with 112 are as many.
 constexpr int THREADS = 32 * CONSUMERS + 128;
+constexpr int ADDERS = 3;
 constexpr int PAIR_ROWS = 256;
 constexpr int X_BYTES = TOKENS * 512;  // a block of x: four swizzled tiles of TOKENS rows by 64 columns
 constexpr uint32 HALF_1024 = 0x64646464;   // the upper bytes of float16 1024...1279, whose last place is one
@@ -396,7 +397,6 @@ struct Q5_K {
 // -------------------------------------------------------------------------------------------------------------- product
 
 constexpr int PIECE = TOKENS / 8 * 32 * CONSUMERS;  // uint4 in a piece
-constexpr int BATCH = 8;
 
 // Addresses in shared memory, which hopper.py has laid out; the last buffer of weights may lie apart from the others.
 __device__ __forceinline__ uint32 x_of(int stage) { return X_AT + stage * X_BYTES; }
@@ -512,7 +512,9 @@ __device__ __forceinline__ void leave(const float (&sums)[TOKENS / 2], uint4* pi
     }
 }
 
-// The sum over parts of one group, of which ``own`` is that of ``part``, if it has one; ``piece`` is that of piece 0.
+// The sum over parts of one group, of which ``own`` is that of ``part``, if it has one; ``piece`` is that of piece 0. BATCH pieces
+// are read at once.
+template <int BATCH>
 __device__ __forceinline__ float4 of_all_parts(const uint4& own, uint4* piece, const Share& share, int part) {
     float4 sum = {0.0f, 0.0f, 0.0f, 0.0f};
     for (int other = share.first; other <= share.last; other += BATCH) {
@@ -540,6 +542,11 @@ __device__ __forceinline__ float4 of_all_parts(const uint4& own, uint4* piece, c
     return sum;
 }
 
+// All warps but the one that fetches meet here.
+__device__ __forceinline__ void factors_are_there() {
+    asm volatile("bar.sync 1, %0;" ::"n"(32 * (CONSUMERS + ADDERS)) : "memory");
+}
+
 // Two rows of the weight and two tokens for each lane.
 __device__ __forceinline__ void write(float* out, const float4& sum, int group, int pair, int warp, int lane, int rows,
                                       int outputs, int out_stride) {
@@ -555,18 +562,16 @@ __device__ __forceinline__ void write(float* out, const float4& sum, int group, 
     }
 }
 
-// Adds up what the parts of the rest have left, 16 rows of eight tokens to a warp, and to one CTA after the other. CTAs without a
-// part are done first, and alone if they are a quarter or more.
-__device__ __forceinline__ void finish_rest(const Cut& cut, float* out, uint4* pieces, int warp, int lane, int rows, int outputs,
+// Adds up what the parts of the rest have left, 16 rows of eight tokens to a warp, while the others do whole pairs.
+__device__ __forceinline__ void add_up_rest(const Cut& cut, float* out, uint4* pieces, int adder, int lane, int rows, int outputs,
                                             int out_stride) {
-    const int ctas = gridDim.x, first = 4 * (ctas - cut.sharers) >= ctas ? cut.sharers : 0, finishers = ctas - first;
-    const int number = (int)blockIdx.x - first, groups = (rows + 7) / 8, tasks = cut.rest * groups * CONSUMERS;
-    if (number < 0) return;
-    for (int task = warp * finishers + number; task < tasks; task += finishers * CONSUMERS) {
+    const int groups = (rows + 7) / 8, tasks = cut.rest * groups * CONSUMERS;
+#pragma unroll 1
+    for (int task = adder * gridDim.x + blockIdx.x; task < tasks; task += ADDERS * gridDim.x) {
         const int left_by = task % CONSUMERS, group = task / CONSUMERS % groups, pair = task / CONSUMERS / groups;
         const Share share(pair, cut);
         if (share.alone()) continue;
-        const float4 sum = of_all_parts({}, pieces + (group * CONSUMERS + left_by) * 32 + lane, share, -1);
+        const float4 sum = of_all_parts<2>({}, pieces + (group * CONSUMERS + left_by) * 32 + lane, share, -1);
         write(out, sum, group, pair, left_by, lane, rows, outputs, out_stride);
     }
 }
@@ -611,6 +616,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 fetch_x(x_of(stage), &x, first_row, step.block, full(stage));
                 if (++stage == STAGES) stage = 0, parity ^= 1;
             }
+        } else if (warp > CONSUMERS) {
+            asm volatile("griddepcontrol.wait;" ::: "memory");
+            factors_are_there();
+            if (whole) add_up_rest(cut, out, pieces, warp - CONSUMERS - 1, lane, rows, outputs, out_stride);
         }
         return;
     }
@@ -619,7 +628,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     asm volatile("griddepcontrol.wait;" ::: "memory");
     if (threadIdx.x < rows)
         asm volatile("st.shared.f32 [%0], %1;" ::"r"(FACTORS_AT + 4 * threadIdx.x), "f"(global_float(factors + threadIdx.x)));
-    asm volatile("bar.sync 1, 512;" ::: "memory");
+    factors_are_there();
     float sums[TOKENS / 2];  // sums[4 i + 2 r + e]: row g + 8 r of the warp, token 8 i + 2 t + e
     uint32 even[16], odd[16];
     const int groups = (rows + 7) / 8;
@@ -681,9 +690,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         for (int group = finishes.begin; group < groups; group += finishes.every) {
             const uint4 own = of_group(sums, group);
             float4 sum = {__uint_as_float(own.x), __uint_as_float(own.y), __uint_as_float(own.z), __uint_as_float(own.w)};
-            if (!share.alone()) sum = of_all_parts(own, pieces + group * 32 * CONSUMERS + 32 * warp + lane, share, blockIdx.x);
+            if (!share.alone()) sum = of_all_parts<8>(own, pieces + group * 32 * CONSUMERS + 32 * warp + lane, share, blockIdx.x);
             write(out, sum, group, begin.pair, warp, lane, rows, outputs, out_stride);
         }
     }
-    if (whole) finish_rest(cut, out, pieces, warp, lane, rows, outputs, out_stride);
 }
