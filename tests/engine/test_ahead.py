@@ -284,7 +284,8 @@ def test_a_page_that_is_another_is_seen(bench: Workbench) -> None:
     before, lane = graphs.times, pool._lanes[spans[0].lane]
     pool.allocator.give_back([lane.pages.pop()])  # to which the row of the next round was written
     lane.pages += pool.allocator.take(1)
-    pool._table[spans[0].lane, : len(lane.pages)], pool._table_changed = lane.pages, True
+    pool._table[spans[0].lane, : len(lane.pages)] = lane.pages
+    pool._table_changed()
     (tokens,) = runner.run(Round(tuple(spans), ())).verify
     assert graphs.times == before + 1, "the forward was run again"
     pool.check()

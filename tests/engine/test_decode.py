@@ -72,7 +72,7 @@ CHUNKS = [
 
 @pytest.mark.parametrize("padded", [False, True])
 def test_prompt_chunks_and_their_padding(padded: bool) -> None:
-    shape = prompt_shapes(6)[1] if padded else PromptShape.of(CHUNKS)
+    shape = prompt_shapes(6)[3] if padded else PromptShape.of(CHUNKS)
     packed = torch.from_numpy(pack_prompts(CHUNKS, shape, SPARE))
     batch, tokens = unpack_prompts(packed, shape, [130, 64, 3], [64, 0, 128])
     assert tokens[:197].tolist() == [*range(100, 230), *range(500, 564), 9, 8, 7]

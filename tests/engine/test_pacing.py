@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.config import CHUNK_SIZE
-from paceline.engine.pacing import IDLE_FACTOR, Pacer, deal
+from paceline.engine.pacing import IDLE_FACTOR, Joining, Pacer, deal
 
 Machine = Callable[[int], float]
 
@@ -88,3 +88,18 @@ def test_dealing_is_fair_on_the_grid_and_within_the_budget(unread: list[int], bu
         assert 0 < left > budget - sum(dealt), "who goes short is the first in whose turn the budget was spent"
     else:
         assert short == 0
+
+
+def test_prompts_join_a_round_when_that_loses_least() -> None:
+    joining = Joining()
+    assert joining.now(107, 0.0, 3, 1), "nothing is known yet"
+    for _ in range(2):
+        joining.observe_round(0.010)
+        joining.observe_reading(107, 0.045)
+    assert joining.now(107, 0.0, 0, 1), "nobody decodes"
+    elapsed = [0.010 * round for round in range(6)]
+    # it is over in the middle of the fifth round: alone among many it comes in that round's end or later
+    assert [joining.now(107, seconds, 5, 1) for seconds in elapsed] == [False, False, False, False, True, True]
+    # many prompts beside one lane do not wait for a round more
+    assert [joining.now(107, seconds, 1, 5) for seconds in elapsed] == [False, False, False, True, True, True]
+    assert joining.now(2000, 0.040, 5, 1), "what was never read is taken to last as long as the nearest that was"

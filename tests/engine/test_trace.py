@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import queue
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,7 @@ def test_every_kind_has_a_line(tmp_path: Path) -> None:
         VerifySpan(request("r"), 1, 4, 5, 2, known=(6, 7)),
     )
     round = Round(verify, (PrefillSpan(request("p"), 2, 0, (1, 2, 3), True),), (Fork(request("f"), 3, 2),))
+    round = replace(round, reading=(PrefillSpan(request("q"), 4, 64, (1, 2), False),))
     trace.observe(round, RoundResult(((7, 8), ()), (9,), RoundTimes(0.001, 0.002, 0.003, 0.0005), (4,)))
     assert read(tmp_path / "trace.jsonl") == []
     trace.write()
@@ -74,6 +76,7 @@ def test_every_kind_has_a_line(tmp_path: Path) -> None:
         {"lane": 0, "request": "v", "kind": "verify", "start": 10, "width": 4, "keep": 2},
         {"lane": 1, "request": "r", "kind": "restore", "start": 4, "width": 3, "keep": 3},
         {"lane": 2, "request": "p", "kind": "prefill", "start": 0, "width": 3, "keep": 3},
+        {"lane": 4, "request": "q", "kind": "reading", "start": 64, "width": 2, "keep": 0},
         {"lane": 3, "request": "f", "kind": "fork", "source": 2},
     ]
 

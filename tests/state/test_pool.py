@@ -225,8 +225,14 @@ def prefilled(pool: StatePool, prompt: int, seed: int = 1, total: int = MAX_CTX 
     return lane, sequence
 
 
-def run(pool: StatePool, sequences: dict[int, Sequence], spans: list[SpanRows], keep: dict[int, int]) -> None:
-    txn = pool.begin(spans)
+def run(
+    pool: StatePool,
+    sequences: dict[int, Sequence],
+    spans: list[SpanRows],
+    keep: dict[int, int],
+    reading: list[SpanRows] | None = None,
+) -> None:
+    txn = pool.begin(spans, reading=reading or ())
     draft(pool, txn)
     for half in (txn.decode, txn.prefill):
         forward(half, sequences, keep)
@@ -417,6 +423,8 @@ def test_what_was_begun_for_a_lane_that_is_gone_does_not_see_whose_it_is_now() -
     pool.release(lane)
     assert pool.admit(64) == lane
     txn = pool.begin([SpanRows(lane, 0, 40, "prefill")], packed=False)
+    assert pool.prompt_table[lane].tolist() == before
+    pool.send_prompt_table()
     now = pool.prompt_table[lane].tolist()
     assert now[:3] == list(pool.pages(lane)) and not set(now[:3]) & set(before[:2]), "long free pages come first"
     assert pool.table[lane].tolist() == before
@@ -542,3 +550,22 @@ def _out_of_memory(self: StatePool, half: Half, keep: list[int]) -> None:
 
 TestPool = Pool.TestCase
 TestPool.settings = settings(max_examples=40, stateful_step_count=25, deadline=None, derandomize=True)
+
+
+def test_rows_that_are_read_for_a_later_round_keep_their_pages() -> None:
+    pool = new_pool()
+    decoding, sequence = prefilled(pool, 20)
+    lane = pool.admit(80)
+    assert lane is not None
+    rows = SpanRows(lane, 0, 50, "prefill")
+    reader, spans = Sequence(Rows(2), 80, 50), [SpanRows(decoding, 20, 1, "decode")]
+    run(pool, {decoding: sequence}, spans, {decoding: 1}, [rows])
+    pages = pool.pages(lane)
+    assert len(pages) == 4 and pool.committed(lane) == 0
+    run(pool, {decoding: sequence}, [SpanRows(decoding, 21, 1, "decode")], {decoding: 1})
+    assert pool.pages(lane) == pages
+    run(pool, {lane: reader}, [rows], {lane: 50})
+    assert pool.pages(lane) == pages and pool.committed(lane) == 50
+    for gone in (lane, decoding):
+        pool.release(gone)
+        pool.check()

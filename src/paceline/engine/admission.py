@@ -64,6 +64,10 @@ class Admission:
         """How many of those who wait had a lane before."""
         return sum(sequence.admitted is not None for sequence in self.waiting)
 
+    @property
+    def parked_ever(self) -> int:
+        return sum(self.parkings.values())
+
     def make_room(self, rows: int) -> None:
         """Room for the next round, in which no lane gets more than ``rows`` rows behind its prompt. The first are served
         first, and where there is no room the last are parked. One alone always has room: ``longest`` is checked before."""

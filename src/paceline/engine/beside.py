@@ -1,8 +1,9 @@
 """Prompts are read on a stream of their own, beside the lanes that decode.
 
 Between the products of a forward a GPU is mostly idle: norms, attention and the delta rule of a few rows take time and no
-bandwidth. Two forwards side by side fill each other's gaps. They have nothing in common but committed state, which neither
-changes: the prompts of a round wait for the last round's commit, and this round's commit waits for them.
+bandwidth. Two forwards side by side fill each other's gaps. They have nothing in common but committed state, of which a
+round changes that of its own lanes only: prompts wait for the commit before them, and the commit that has them, be it that
+of a later round, waits for them.
 """
 
 from __future__ import annotations
@@ -30,23 +31,28 @@ class Beside:
 
     def wait_for_all(self) -> None:
         """Whatever is launched from now on, on either stream, comes after all that was launched before."""
-        self._usual.wait_stream(self._other)
+        self.join()
         self._other.wait_stream(self._usual)
         self._committed = None
 
     @contextmanager
     def behind_commit(self) -> Iterator[None]:
-        """The first launches of a round, on the other stream, and before what follows on either."""
+        """The first launches of a round that begins to read prompts, on the other stream, and before what follows on
+        either."""
         if self._committed is not None:
             self._other.wait_event(self._committed)
         else:
             self._other.wait_stream(self._usual)
         with self.other():
             yield
+        self.join()
 
     @contextmanager
     def other(self) -> Iterator[None]:
-        """Launches on the other stream, which the usual one waits for from then on."""
+        """Launches on the other stream."""
         with torch.cuda.stream(self._other):
             yield
+
+    def join(self) -> None:
+        """Whatever is launched as usual from now on comes after what was launched on the other stream."""
         self._usual.wait_stream(self._other)

@@ -19,7 +19,7 @@ from paceline.engine.capacity import check_weights, context_limit, plan_state, r
 from paceline.engine.drafting import DFlashDrafter, Drafter
 from paceline.engine.graphs import Graphs
 from paceline.engine.memory import keep_freed_memory, stop_searching
-from paceline.engine.pacing import Pacer
+from paceline.engine.pacing import Joining, Pacer
 from paceline.engine.policy import make_policy
 from paceline.engine.runner import Runner
 from paceline.engine.scheduler import Scheduler
@@ -95,6 +95,7 @@ def build(options: EngineOptions, drafter: Drafter | None = None) -> EngineParts
         pacer=Pacer(options.prefill_tokens, options.itl_budget_ms),
         clock=time.monotonic,
         policy=policy,
+        joining=Joining() if graphs and options.prompts_beside and options.itl_budget_ms is None else None,
     )
     arithmetic = describe(options)
     info = EngineInfo(

@@ -1,4 +1,4 @@
-"""How many prompt tokens a round reads, and of whom. Pure Python: no tensors, no clock.
+"""How many prompt tokens a round reads, of whom, and when that is over. Pure Python: no tensors, no clock.
 
 While lanes decode, a round is to take no longer than the bound on the time between tokens. What decoding takes, and what
 reading takes by the number of tokens, is learned from the rounds before.
@@ -22,6 +22,7 @@ _DECODE_RANK = 0.9
 _FIXED_ROWS = 128
 """Between numbers of tokens that were measured, and beyond, reading N is taken to cost in proportion to 128 + N."""
 _MEMORY_ROUNDS = 1000
+_RECENT_ROUNDS = 8
 
 
 class Pacer:
@@ -83,6 +84,37 @@ class Pacer:
         if tokens and prefill_seconds > 0.0:
             quanta = -(-tokens // CHUNK_SIZE)
             self._ratio.measure(quanta, prefill_seconds / _guess(quanta), self._rounds)
+
+
+class Joining:
+    """In which round a forward over prompts is committed that runs beside rounds: the lanes that decode wait for it in that
+    round if it takes longer, the prompts wait for the end of a round if it is over earlier."""
+
+    def __init__(self) -> None:
+        self._rounds: deque[float] = deque(maxlen=_RECENT_ROUNDS)
+        self._seconds = Points()
+        """Of reading, by quanta."""
+        self._count = 0
+
+    def now(self, tokens: int, elapsed: float, decoding: int, prompts: int) -> bool:
+        """Whether the round that begins commits ``prompts`` prompts, of which ``tokens`` tokens are being read for
+        ``elapsed`` seconds, beside ``decoding`` lanes: if fewer seconds of lanes are lost than if the next one does. Nothing
+        is left to run on before it is known how long rounds and reading take."""
+        quanta = -(-tokens // CHUNK_SIZE)
+        if not decoding or not self._rounds or not self._seconds.known:
+            return True
+        round = sorted(self._rounds)[len(self._rounds) // 2]
+        waited_for = self._seconds.along(quanta, quanta)[0] - elapsed - round
+        return decoding * max(0.0, waited_for) <= prompts * (round - max(0.0, waited_for))
+
+    def observe_round(self, seconds: float) -> None:
+        """A finished round that decoded and committed no prompts."""
+        self._rounds.append(seconds)
+
+    def observe_reading(self, tokens: int, seconds: float) -> None:
+        self._count += 1
+        self._seconds.forget(self._count - _MEMORY_ROUNDS)
+        self._seconds.measure(-(-tokens // CHUNK_SIZE), seconds, self._count)
 
 
 def _guess(quanta: int) -> int:

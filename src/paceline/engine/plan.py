@@ -71,6 +71,8 @@ class Round:
     verify: tuple[VerifySpan, ...]
     prefill: tuple[PrefillSpan, ...]
     forks: tuple[Fork, ...] = ()
+    reading: tuple[PrefillSpan, ...] = ()
+    """Prompt chunks that are read beside this round and behind it: a later round has them as its ``prefill``."""
     following: tuple[Following, ...] | None = None
     """The decoding lanes of the next round, in order, where no others are expected: some of ``going_on``."""
 
@@ -87,12 +89,14 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class RoundTimes:
-    """Seconds spent in each part of a round."""
+    """Seconds spent in each part of a round, one behind the other; ``reading`` is what the forward over the round's prompts
+    took from its beginning, be it in an earlier round."""
 
     draft: float = 0.0
     verify: float = 0.0
     prefill: float = 0.0
     commit: float = 0.0
+    reading: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

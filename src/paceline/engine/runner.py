@@ -25,7 +25,7 @@ from paceline.engine.decode import DecodeInputs, decode_inputs, verify_forward
 from paceline.engine.drafting import Drafter
 from paceline.engine.graphs import Graphs
 from paceline.engine.plan import PrefillSpan, Round, RoundFailed, RoundResult, RoundTimes, VerifySpan
-from paceline.engine.prompts import prefill_forward, prompt_inputs
+from paceline.engine.prompts import PromptInputs, prefill_forward, prompt_inputs
 from paceline.engine.rows import Draw, sampling_rows
 from paceline.engine.scores import Scores
 from paceline.engine.structures import Path, Permits, Structures, paths
@@ -66,6 +66,7 @@ class Runner:
         self.run_ahead = run_ahead and graphs is not None
         self._beside = Beside(pool.device) if prompts_beside and graphs is not None else None
         self._begun: _Begun | None = None
+        self._reading: _Reading | None = None
 
     @property
     def ahead(self) -> bool:
@@ -87,10 +88,10 @@ class Runner:
         if self.structures is not None:
             self.structures.begin([*(span.request for span in round.verify), *(span.request for span in round.prefill)])
         try:
-            spans = [_verify_rows(span, ahead) for span in round.verify]
-            spans += [_prompt_rows(span, ahead) for span in round.prefill]
-            with self._beside.behind_commit() if self._beside and round.prefill else nullcontext():
-                txn = self.pool.begin(spans, [LaneFork(fork.source, fork.lane) for fork in round.forks], packed=False)
+            self._keep_reading(round.prefill or round.reading)
+            starting = self._reading is None and bool(round.prefill or round.reading)
+            with self._beside.behind_commit() if self._beside and starting else nullcontext():
+                txn = self._opened(round, ahead, starting)
             self.pool.send_table()
             scores = Scores()
             laid = self._laid(round.verify, begun)
@@ -100,7 +101,9 @@ class Runner:
                 forward = self._begun_forward(round.verify, laid, begun, clock) if laid else None
                 verdict, keep, broken = self._verify(round.verify, forward, drafts, txn, scores)
             with clock.stage("prefill"):
-                first, broken_first = self._prefill(round, txn, scores, begun)
+                if starting:
+                    self._read(round.prefill or round.reading, begun)
+                first, broken_first = self._prefill(round, txn, scores, clock)
             with clock.stage("commit"):
                 results = _joined(round, verdict, first, (broken, broken_first), scores)
                 self.pool.apply(txn, keep)
@@ -111,6 +114,7 @@ class Runner:
                 self.pool.abort(txn)
             if isinstance(cause, torch.AcceleratorError):
                 raise  # the device is lost, and with it the state of every lane: the engine ends
+            self._reading = None
             if self._beside is not None:
                 self._beside.wait_for_all()
             traceback.clear_frames(cause.__traceback__)  # they hold the round's tensors, and another try needs the memory
@@ -242,21 +246,52 @@ class Runner:
             keep[first:] = batch.span_lengths[first:]
         return verdict._replace(keep=keep), at
 
-    def _prefill(self, round: Round, txn: Txn, scores: Scores, begun: _Begun | None) -> tuple[Tensor, Tensor]:
-        """One packed forward over the prompt chunks; the first tokens [F] of the prompts that end here, then of forks, and
-        which [F] are not from numbers."""
-        spans, none = round.prefill, torch.zeros(0, dtype=torch.long, device=self.pool.device)
-        if not spans:
-            return none, none
+    def _keep_reading(self, spans: tuple[PrefillSpan, ...]) -> None:
+        """Forget the forward that has been begun unless it is over these very chunks: somebody has been cancelled, or
+        parked, and whatever comes now may be given the pages that it writes to. (Equal ones may be of another lane that has
+        the same number.)"""
+        if self._reading is None or self._reading.spans is spans:
+            return
+        self._reading = None
+        if self._beside is not None:
+            self._beside.wait_for_all()
+
+    def _opened(self, round: Round, ahead: bool, starting: bool) -> Txn:
+        """The round's transaction; ``starting``: the forward over its prompts is launched in this round."""
+        spans = [_verify_rows(span, ahead) for span in round.verify]
+        spans += [_prompt_rows(span, ahead) for span in round.prefill]
+        reading = [_prompt_rows(span, False) for span in round.reading if starting]
+        forks = [LaneFork(fork.source, fork.lane) for fork in round.forks]
+        txn = self.pool.begin(spans, forks, reading, packed=False)
+        if starting:
+            self.pool.send_prompt_table()
+        return txn
+
+    def _read(self, spans: tuple[PrefillSpan, ...], begun: _Begun | None) -> None:
+        """Launch one packed forward over the prompt chunks."""
         if self._beside is not None and begun is not None and begun.work.writes_to({span.lane for span in spans}, self.pool):
             self._beside.wait_for_all()
-        with self._beside.other() if self._beside else nullcontext():
+        clock = _Clock(self.pool.device, self.nvtx)
+        with self._beside.other() if self._beside else nullcontext(), clock.stage("reading"):
             captured = self.graphs.prefill(spans) if self.graphs else None
             if captured is not None:
                 inputs, hidden = captured.inputs, captured.run()
             else:
                 inputs = prompt_inputs(spans, self.pool)
                 hidden = prefill_forward(self.target, self.drafter, inputs)
+        self._reading = _Reading(spans, inputs, hidden, clock.marks["reading"])
+
+    def _prefill(self, round: Round, txn: Txn, scores: Scores, clock: _Clock) -> tuple[Tensor, Tensor]:
+        """Of the prompts whose chunks this round commits: the first tokens [F] of those that end here, then of forks, and
+        which [F] are not from numbers."""
+        spans, none = round.prefill, torch.zeros(0, dtype=torch.long, device=self.pool.device)
+        if not spans:
+            return none, none
+        assert self._reading is not None
+        (_, inputs, hidden, marks), self._reading = self._reading, None
+        if self._beside is not None:
+            self._beside.join()
+        clock.marks["reading"] = marks
         txn.prefill = inputs.half
         ends = np.cumsum([span.length for span in spans])
         for span, end in zip(spans, ends, strict=True):
@@ -403,6 +438,15 @@ class _Begun(NamedTuple):
 
     work: Ahead
     marks: dict[str, _Marks]
+
+
+class _Reading(NamedTuple):
+    """A forward over prompt chunks that has been launched, maybe rounds ago, and when it runs."""
+
+    spans: tuple[PrefillSpan, ...]
+    inputs: PromptInputs
+    hidden: Hidden
+    marks: _Marks
 
 
 class _Forward(NamedTuple):

@@ -6,10 +6,10 @@ import logging
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
-from typing import Concatenate, ParamSpec
+from typing import Concatenate, NamedTuple, ParamSpec
 
 from paceline.engine.admission import Admission, Lanes
-from paceline.engine.pacing import Pacer, deal
+from paceline.engine.pacing import Joining, Pacer, deal
 from paceline.engine.plan import Following, Fork, PrefillSpan, Round, RoundResult, VerifySpan
 from paceline.engine.policy import DecodeSeconds, FixedPolicy, LaneDrafts, LaneOutcome, Policy
 from paceline.engine.sequence import Sequence
@@ -19,6 +19,14 @@ from paceline.types import Emission, EngineStats, FinishReason, Request
 log = logging.getLogger("paceline.engine")
 
 P = ParamSpec("P")
+
+
+class _Reading(NamedTuple):
+    """What a round has left to be committed by a later one, since when it is read, and how many had been parked by then."""
+
+    spans: tuple[PrefillSpan, ...]
+    since: float
+    parked_ever: int
 
 
 class Scheduler:
@@ -32,16 +40,20 @@ class Scheduler:
         pacer: Pacer,
         clock: Callable[[], float],
         policy: Policy | None = None,
+        joining: Joining | None = None,
     ) -> None:
         """``block_size`` is the drafter's (1 without one), of whose drafts ``draft_max`` are verified at most; ``pacer``
         says how many prompt tokens a round reads. ``policy`` chooses the drafts of each lane; without one every lane
-        drafts fully."""
+        drafts fully. ``joining`` says in which round prompts that are read are committed; without it each round commits
+        what it reads."""
         self.lanes, self.max_ctx = lanes, max_ctx
         self.max_drafts = block_size - 1 if draft_max is None else min(draft_max, block_size - 1)
         self.pacer, self.clock = pacer, clock
         self.policy = policy or FixedPolicy()
         self.admission = Admission(lanes, clock)
         self.waiting, self.running = self.admission.waiting, self.admission.running
+        self.joining = joining
+        self._reading: _Reading | None = None
         self._next_reader: str | None = None
         self._planned: tuple[Round, float] | None = None
         self._following: dict[str, int] = {}
@@ -120,10 +132,11 @@ class Scheduler:
         self.admission.admit()
         decoding = [sequence for sequence in self.running if sequence.decoding]
         drafts = self._drafts(decoding)
-        decode, restore, prefill = self._verify_spans(decoding, drafts), self._restoring_spans(), self._prefill_spans()
+        decode, restore = self._verify_spans(decoding, drafts), self._restoring_spans()
+        prefill, reading = self._prompts(len(decode))
         forks = self._forks(prefill)
         following = None if restore or forks else self._plan_following(decode, prefill)
-        round = Round(decode + restore, prefill, forks, following)
+        round = Round(decode + restore, prefill, forks, reading, following)
         self._planned = round, self.clock()
         return round
 
@@ -187,6 +200,24 @@ class Scheduler:
         request = sequence.request
         most = min(self.max_drafts, room) if request.speculate else 0
         return LaneDrafts(request.id, most, request.temperature > 0)
+
+    def _prompts(self, decoding: int) -> tuple[tuple[PrefillSpan, ...], tuple[PrefillSpan, ...]]:
+        """What the round commits, and what it leaves to a later one. Nothing else is read before that is committed."""
+        now, reading, self._reading = self.clock(), self._reading, None
+        if reading is None or not self._goes_on(reading):
+            reading = _Reading(self._prefill_spans(), now, self.admission.parked_ever)
+        spans = reading.spans
+        tokens = sum(span.length for span in spans)
+        if spans and self.joining and not self.joining.now(tokens, now - reading.since, decoding, len(spans)):
+            self._reading = reading
+            return (), spans
+        return spans, ()
+
+    def _goes_on(self, reading: _Reading) -> bool:
+        """Whether nobody of them has been cancelled, failed or parked since, even if the lane was given back at once."""
+        readers = {id(one.request): one.prefilled for one in self.running if one.reading}
+        unchanged = all(readers.get(id(span.request)) == span.start for span in reading.spans)
+        return unchanged and reading.parked_ever == self.admission.parked_ever
 
     def _prefill_spans(self) -> tuple[PrefillSpan, ...]:
         """Prompts in turn, within the budget of the round. A prompt that was read before yields no first token again."""
@@ -282,11 +313,16 @@ class Scheduler:
             for span, tokens in zip(round.verify, result.verify, strict=True)
             if span.known is None
         ]
-        times, mixed = result.times, round.prefill or len(outcomes) < len(round.verify)
+        times = result.times
+        mixed = round.prefill or round.reading or len(outcomes) < len(round.verify)
         self.policy.observe(outcomes, None if mixed else DecodeSeconds(times.draft, times.verify + times.commit))
         if self._planned is not None and self._planned[0] is round:
-            tokens = sum(span.length for span in round.prefill)
-            self.pacer.observe(bool(outcomes), tokens, self.clock() - self._planned[1], times.prefill)
+            tokens, seconds = sum(span.length for span in round.prefill), self.clock() - self._planned[1]
+            self.pacer.observe(bool(outcomes), tokens, seconds, times.prefill)
+            if self.joining is not None and round.prefill:
+                self.joining.observe_reading(tokens, times.reading)
+            elif self.joining is not None and outcomes:
+                self.joining.observe_round(seconds)
 
     def _apply_verify(self, sequence: Sequence, span: VerifySpan, tokens: tuple[int, ...]) -> list[Emission]:
         if span.known is not None:

@@ -7,7 +7,6 @@ import json
 import logging
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict
 from typing import Any
 
 from paceline.engine.plan import Round, RoundResult
@@ -15,6 +14,8 @@ from paceline.errors import ConfigError
 from paceline.types import EngineInfo
 
 log = logging.getLogger("paceline.engine")
+
+_STAGES = ("draft", "verify", "prefill", "commit")
 
 
 class Trace:
@@ -47,7 +48,7 @@ class Trace:
 
     def _line(self, ended: float, spans: Round, result: RoundResult) -> dict[str, Any]:
         self._rounds += 1
-        took = {stage: _microseconds(value) for stage, value in asdict(result.times).items()}
+        took = {stage: _microseconds(getattr(result.times, stage)) for stage in _STAGES}
         return {"round": self._rounds, "time": ended, "lanes": list(_lanes(spans, result)), "us": took}
 
     def _put(self, lines: Iterable[dict[str, Any]]) -> None:
@@ -73,6 +74,9 @@ def _lanes(round: Round, result: RoundResult) -> Iterator[dict[str, Any]]:
     for chunk in round.prefill:
         lane = _lane(chunk.lane, chunk.request.id, "prefill")
         yield lane | {"start": chunk.start, "width": chunk.length, "keep": chunk.length}
+    for chunk in round.reading:
+        lane = _lane(chunk.lane, chunk.request.id, "reading")
+        yield lane | {"start": chunk.start, "width": chunk.length, "keep": 0}
     for fork in round.forks:
         yield _lane(fork.lane, fork.request.id, "fork") | {"source": fork.source}
 

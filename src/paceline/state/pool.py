@@ -79,12 +79,14 @@ class Txn:
 class _Lane:
     """``committed`` tokens are in state; ``pages`` cover them (and, inside a transaction, the round's rows; behind it, what
     has been run ahead), of which those that are full may be shared with other lanes; ``reserved`` pages may be owned at
-    most. A ``fresh`` lane's state is somebody else's until its first round zeroes it, or a fork is committed into it."""
+    most. A ``fresh`` lane's state is somebody else's until its first round zeroes it, or a fork is committed into it.
+    ``reading``: where prompt rows end that a forward is over whose round has not come."""
 
     committed: int = 0
     pages: list[int] = field(default_factory=list)
     reserved: int = 0
     fresh: bool = True
+    reading: int = 0
 
 
 class StatePool:
@@ -128,7 +130,7 @@ class StatePool:
         width = pages_for(shape.max_ctx + shape.draft_rows)
         self._table = np.full((lanes, width), DUMMY_PAGE, np.int32)
         self.table, self.prompt_table = to_device(self._table.copy(), device), to_device(self._table.copy(), device)
-        self._table_changed = self._unsent = False
+        self._unsent = self._unsent_prompts = False
         self.ring_table = to_device(_rings(shape, width), device)
 
     # -- lanes ---------------------------------------------------------------------------------------------------------
@@ -172,7 +174,7 @@ class StatePool:
         assert self._open is None, "release inside a transaction"
         self.allocator.give_back(self._lanes.pop(lane).pages)
         self._table[lane] = DUMMY_PAGE
-        self._table_changed = True
+        self._table_changed()
         self._free_lanes.append(lane)
 
     def page(self, lane: int, position: int) -> int:
@@ -187,19 +189,30 @@ class StatePool:
 
     # -- the transaction -----------------------------------------------------------------------------------------------
 
-    def begin(self, spans: Sequence[SpanRows], forks: Sequence[LaneFork] = (), *, packed: bool = True) -> Txn:
-        """Reserve pages for every row of the round and hand out its views. Nothing committed changes. Unless ``packed`` the
-        caller calls ``send_table`` and puts in the halves."""
+    def begin(
+        self,
+        spans: Sequence[SpanRows],
+        forks: Sequence[LaneFork] = (),
+        reading: Sequence[SpanRows] = (),
+        *,
+        packed: bool = True,
+    ) -> Txn:
+        """Reserve pages for every row of the round and hand out its views. Nothing committed changes. ``reading``: prompt
+        rows that are read from now on but are of a later transaction. Unless ``packed`` the caller sends the tables and
+        puts in the halves."""
         assert self._open is None, "a transaction is open"
         self._open = txn = Txn(tuple(spans), tuple(forks))
         try:
             for span in spans:
                 self._reserve(span)
+            for span in reading:
+                self._reserve(span)
+                self._lanes[span.lane].reading = span.start + span.length
             for fork in forks:
                 self._reserve_fork(fork, next(span for span in spans if span.lane == fork.source))
-            self._send_prompt_table()
-            self._zero_fresh(span.lane for span in spans)
+            self._zero_fresh(span.lane for span in (*spans, *reading))
             if packed:
+                self.send_prompt_table()
                 self.send_table()
                 txn.decode, txn.prefill = self._half("decode"), self._half("prefill")
         except Exception:
@@ -207,13 +220,17 @@ class StatePool:
             raise
         return txn
 
-    def _send_prompt_table(self) -> None:
-        if self._table_changed:
+    def _table_changed(self) -> None:
+        self._unsent = self._unsent_prompts = True
+
+    def send_prompt_table(self) -> None:
+        """What has changed, for prompt rows that are read from now on, and while none are read."""
+        if self._unsent_prompts:
             to_device(self._table, self.device, self.prompt_table)
-            self._table_changed, self._unsent = False, True
+            self._unsent_prompts = False
 
     def send_table(self) -> None:
-        """What ``begin`` has changed, for decode rows and the commit: behind what was begun before, in its order."""
+        """The same for decode rows and the commit: behind what was begun before, in its order."""
         if self._unsent:
             to_device(self._table, self.device, self.table)
             self._unsent = False
@@ -238,7 +255,7 @@ class StatePool:
         if missing > 0:
             lane.pages += self.allocator.take(missing)
             self._table[span.lane, : len(lane.pages)] = lane.pages
-            self._table_changed = True
+            self._table_changed()
 
     @property
     def _room_ahead(self) -> int:
@@ -253,7 +270,7 @@ class StatePool:
         own = self.allocator.take(pages_for(end) - end // PAGE_SIZE)
         lane.pages = self.allocator.share(self._lanes[fork.source].pages[: end // PAGE_SIZE]) + own
         self._table[fork.lane, : len(lane.pages)] = lane.pages
-        self._table_changed = True
+        self._table_changed()
 
     def commit(self, txn: Txn, keep: Sequence[int]) -> None:
         """Make the first ``keep[i]`` rows of span i part of its lane's state, everything together."""
@@ -320,12 +337,13 @@ class StatePool:
         ends = [(span.lane, self._room_ahead if span.ahead else 0) for span in self._open.spans]
         for number, ahead in [*ends, *((fork.lane, 0) for fork in self._open.forks)]:
             lane = self._lanes[number]
+            lane.reading = 0
             used = pages_for(lane.committed + ahead)
             if used < len(lane.pages):
                 self.allocator.give_back(lane.pages[used:])
                 del lane.pages[used:]
                 self._table[number, used:] = DUMMY_PAGE
-                self._table_changed = True
+                self._table_changed()
         self._open = None
 
     def _write_context(self, half: Half, keep: Tensor) -> None:
@@ -410,7 +428,7 @@ class StatePool:
         for number, lane in self._lanes.items():
             full = lane.committed // PAGE_SIZE
             assert all(owners[page] == 1 for page in lane.pages[full:]), f"lane {number} would write to a shared page"
-            pages, ahead = pages_for(lane.committed), pages_for(lane.committed + self._room_ahead)
+            pages, ahead = pages_for(lane.committed), pages_for(max(lane.committed + self._room_ahead, lane.reading))
             assert pages <= len(lane.pages) <= ahead, f"lane {number}: pages do not cover its tokens, or too many"
             assert len(lane.pages) <= lane.reserved, f"lane {number} outgrew its reservation"
         assert self._reserved <= self.allocator.total, "more reserved than there is"
