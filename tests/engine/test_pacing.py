@@ -90,6 +90,11 @@ def test_dealing_is_fair_on_the_grid_and_within_the_budget(unread: list[int], bu
         assert short == 0
 
 
+def test_where_lanes_do_not_wait_more_is_read() -> None:
+    assert [Pacer(64, beside=beside).budget(decoding=True) for beside in (False, True)] == [64, 128]
+    assert Pacer(64, beside=True).budget(decoding=False) == IDLE_FACTOR * 64
+
+
 def test_prompts_join_a_round_when_that_loses_least() -> None:
     joining = Joining()
     assert joining.now(107, 0.0, 3, 1), "nothing is known yet"

@@ -87,15 +87,16 @@ def build(options: EngineOptions, drafter: Drafter | None = None) -> EngineParts
         draft, verify = graphs.costs()
         policy.seed(draft, verify)
         _log_costs(draft, verify)
+    beside = graphs is not None and options.prompts_beside and options.itl_budget_ms is None
     scheduler = Scheduler(
         pool,
         max_ctx=shape.max_ctx,
         block_size=block_size,
         draft_max=options.draft_max,
-        pacer=Pacer(options.prefill_tokens, options.itl_budget_ms),
+        pacer=Pacer(options.prefill_tokens, options.itl_budget_ms, beside=beside),
         clock=time.monotonic,
         policy=policy,
-        joining=Joining() if graphs and options.prompts_beside and options.itl_budget_ms is None else None,
+        joining=Joining() if beside else None,
     )
     arithmetic = describe(options)
     info = EngineInfo(

@@ -14,6 +14,9 @@ from paceline.engine.policy import Points
 
 IDLE_FACTOR = 4
 """A round in which no lane decodes reads so many times ``prefill_tokens``."""
+_BESIDE_FACTOR = 2
+"""A round whose lanes do not wait for prompts reads so many times ``prefill_tokens``: prompts that come together are read
+together, which takes less than one after the other."""
 _MARGIN = 0.9
 """The share of the bound that is planned with: rounds vary, and the bound is on the slowest."""
 _DECODE_ROUNDS = 32
@@ -26,9 +29,10 @@ _RECENT_ROUNDS = 8
 
 
 class Pacer:
-    def __init__(self, prefill_tokens: int, itl_budget_ms: float | None = None) -> None:
-        """``prefill_tokens``: read per round at most while lanes decode. ``itl_budget_ms``: the bound, None for none."""
-        self.prefill_tokens = prefill_tokens
+    def __init__(self, prefill_tokens: int, itl_budget_ms: float | None = None, *, beside: bool = False) -> None:
+        """``prefill_tokens``: read per round at most while lanes decode. ``itl_budget_ms``: the bound, None for none.
+        ``beside``: whether lanes decode on while prompts are read."""
+        self.prefill_tokens, self.beside = prefill_tokens, beside
         self.seconds = None if itl_budget_ms is None else _MARGIN * itl_budget_ms / 1000.0
         self.out_of_reach = 0
         """Rounds that read the smallest quantum although that was expected to break the bound."""
@@ -46,7 +50,7 @@ class Pacer:
         if not decoding:
             return IDLE_FACTOR * self.prefill_tokens
         if self.seconds is None:
-            return self.prefill_tokens
+            return _BESIDE_FACTOR * self.prefill_tokens if self.beside else self.prefill_tokens
         quanta = self._quanta(self.seconds)
         if quanta:
             self._held_back = False
