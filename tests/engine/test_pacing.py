@@ -90,6 +90,16 @@ def test_dealing_is_fair_on_the_grid_and_within_the_budget(unread: list[int], bu
         assert short == 0
 
 
+def test_few_lanes_wait_for_many_prompts() -> None:
+    joining = Joining()
+    for _ in range(2):
+        joining.observe_round(0.010)
+        joining.observe_reading(107, 0.030)
+        joining.observe_reading(535, 0.075)
+    assert [joining.now(107, 0.0, lanes, 1) for lanes in (1, 2, 5)] == [True, False, False]
+    assert [joining.now(535, 0.0, lanes, 5) for lanes in (1, 3, 5)] == [True, True, False]
+
+
 def test_where_lanes_do_not_wait_more_is_read() -> None:
     assert [Pacer(64, beside=beside).budget(decoding=True) for beside in (False, True)] == [64, 128]
     assert Pacer(64, beside=True).budget(decoding=False) == IDLE_FACTOR * 64
@@ -105,6 +115,6 @@ def test_prompts_join_a_round_when_that_loses_least() -> None:
     elapsed = [0.010 * round for round in range(6)]
     # it is over in the middle of the fifth round: alone among many it comes in that round's end or later
     assert [joining.now(107, seconds, 5, 1) for seconds in elapsed] == [False, False, False, False, True, True]
-    # many prompts beside one lane do not wait for a round more
-    assert [joining.now(107, seconds, 1, 5) for seconds in elapsed] == [False, False, False, True, True, True]
+    # as many prompts as lanes, being read already, do not wait for a round more
+    assert [joining.now(107, seconds, 2, 10) for seconds in elapsed[1:]] == [False, False, True, True, True]
     assert joining.now(2000, 0.040, 5, 1), "what was never read is taken to last as long as the nearest that was"

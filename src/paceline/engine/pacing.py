@@ -92,7 +92,11 @@ class Pacer:
 
 class Joining:
     """In which round a forward over prompts is committed that runs beside rounds: the lanes that decode wait for it in that
-    round if it takes longer, the prompts wait for the end of a round if it is over earlier."""
+    round if it takes longer, the prompts wait for the end of a round if it is over earlier.
+
+    Rounds beside it make it slower. Where many prompts would so wait for few lanes, these wait instead: the round in which
+    it begins has it. By what was measured, a forward over prompts takes 1.4 times as long, and rounds 1.3 times.
+    """
 
     def __init__(self) -> None:
         self._rounds: deque[float] = deque(maxlen=_RECENT_ROUNDS)
@@ -107,9 +111,11 @@ class Joining:
         quanta = -(-tokens // CHUNK_SIZE)
         if not decoding or not self._rounds or not self._seconds.known:
             return True
-        round = sorted(self._rounds)[len(self._rounds) // 2]
-        waited_for = self._seconds.along(quanta, quanta)[0] - elapsed - round
-        return decoding * max(0.0, waited_for) <= prompts * (round - max(0.0, waited_for))
+        round, reading = sorted(self._rounds)[len(self._rounds) // 2], self._seconds.along(quanta, quanta)[0]
+        if not elapsed and decoding * (0.8 * reading - 1.5 * round) <= prompts * 0.5 * reading:
+            return True
+        waited_for = max(0.0, reading - elapsed - round)
+        return decoding * waited_for <= prompts * (round - waited_for)
 
     def observe_round(self, seconds: float) -> None:
         """A finished round that decoded and committed no prompts."""
