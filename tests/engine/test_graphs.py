@@ -47,9 +47,9 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Graphs can be made on a CPU, of the rounds' prompts only; gathers the rows of those that run."""
     rows: list[int] = []
 
-    def captured(self: Graphs, forward: Callable[[], None], capture: Any) -> tuple[Any, float]:
+    def captured(self: Graphs, forward: Callable[[], None], capture: Any) -> Any:
         forward()
-        return SimpleNamespace(replay=forward), 1.0
+        return SimpleNamespace(replay=forward)
 
     def unpack(packed: Tensor, shape: PromptShape, *bounds: Sequence[int]) -> tuple[PackedBatch, Tensor]:
         # kernels read facts on the device, the references those of the host, which must therefore be those of the round

@@ -17,6 +17,7 @@ from triton.runtime.jit import JITFunction
 
 from paceline import sampling
 from paceline.config import EngineOptions
+from paceline.engine import graphs
 from paceline.engine.build import build
 from paceline.engine.graphs import Graphs
 from paceline.engine.plan import Following, PrefillSpan, Round, VerifySpan
@@ -61,9 +62,9 @@ def zeroed(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     return made
 
 
-def not_captured(self: Graphs, forward: Callable[[], None], capture: Any) -> tuple[Any, float]:
+def not_captured(self: Graphs, forward: Callable[[], None], capture: Any) -> Any:
     forward()
-    return SimpleNamespace(replay=forward), 1.0
+    return SimpleNamespace(replay=forward)
 
 
 def as_on_a_gpu() -> None:
@@ -75,6 +76,7 @@ def as_on_a_gpu() -> None:
         (torch.cuda, "graph_pool_handle", lambda: None),
         (torch.cuda, "Stream", lambda device, priority=0: None),
         (Graphs, "_captured", not_captured),
+        (graphs, "_seconds", lambda graph: 1.0),
         (products, "_multiply_panel", lambda *panel: None),
         (products, "_heights", lambda *shape: products._PANELS),
         (sampling, "_pick_by_kind", sampling._pick_together),

@@ -141,8 +141,8 @@ class Graphs:
         def forward() -> None:
             logits.copy_(verify_forward(self._target, self._drafter, tokens, inputs.half.afresh()))
 
-        graph, seconds = self._captured(forward, self._decoding)
-        return CapturedVerify(shape, graph, seconds, packed, inputs, tokens, logits, pool.spare_lane)
+        graph = self._captured(forward, self._decoding)
+        return CapturedVerify(shape, graph, _seconds(graph), packed, inputs, tokens, logits, pool.spare_lane)
 
     def _capture_draft(self, drafter: DFlashDrafter, lanes: int) -> CapturedDraft:
         pool, rows = self._pool, lanes * (drafter.block_size - 1)
@@ -157,8 +157,8 @@ class Graphs:
         def forward() -> None:
             drafts.copy_(drafter.forward(replace(inputs, batch=inputs.batch.without_plans()), views))
 
-        graph, seconds = self._captured(forward, self._decoding)
-        return CapturedDraft(drafter, lanes, graph, seconds, packed, inputs, drafts, pool.spare_lane)
+        graph = self._captured(forward, self._decoding)
+        return CapturedDraft(drafter, lanes, graph, _seconds(graph), packed, inputs, drafts, pool.spare_lane)
 
     def _capture_prefill(self, shape: PromptShape) -> CapturedPrefill:
         pool = self._pool
@@ -174,25 +174,18 @@ class Graphs:
             left = prefill_forward(self._target, self._drafter, replace(inputs, half=afresh))
             self._left.take(left, inputs.half.context)
 
-        graph, _ = self._captured(forward, self._reading)
+        graph = self._captured(forward, self._reading)
         return CapturedPrefill(shape, graph, packed, inputs, hidden, pool.spare_lane)
 
-    def _captured(self, forward: Callable[[], None], capture: _Capture) -> tuple[torch.cuda.CUDAGraph, float]:
-        """The graph, and seconds per run. The first call compiles what has to be compiled."""
+    def _captured(self, forward: Callable[[], None], capture: _Capture) -> torch.cuda.CUDAGraph:
+        """The first call compiles what has to be compiled."""
         forward()
         torch.cuda.synchronize(self._pool.device)
         graph = torch.cuda.CUDAGraph()
         # what other threads do on their streams is no part of it: another engine may be running
         with nothing_collected(), torch.cuda.graph(graph, *capture, capture_error_mode="thread_local"):
             forward()
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        graph.replay()
-        begin.record()
-        for _ in range(_TIMED_RUNS):
-            graph.replay()
-        end.record()
-        end.synchronize()
-        return graph, begin.elapsed_time(end) / 1000.0 / _TIMED_RUNS
+        return graph
 
 
 class _Capture(NamedTuple):
@@ -304,6 +297,18 @@ class CapturedDraft:
             self.inputs.advance(*behind)
         self.graph.replay()
         return self.drafts
+
+
+def _seconds(graph: torch.cuda.CUDAGraph) -> float:
+    """Of a run."""
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    graph.replay()
+    begin.record()
+    for _ in range(_TIMED_RUNS):
+        graph.replay()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1000.0 / _TIMED_RUNS
 
 
 def span_buckets(lanes: int) -> tuple[int, ...]:
