@@ -33,7 +33,7 @@ from paceline.state.shapes import pages_for
 from paceline.types import Emission, EngineStats, Request, SamplingParams
 from paceline.views import GdnView
 
-CASE = Case("loop", lanes=3, prefill_tokens=64, threads=1)
+CASE = Case("loop", lanes=3, prefill_tokens=64, threads=1, prompts_beside=False)
 VICTIM = "1"
 
 

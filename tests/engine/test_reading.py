@@ -151,3 +151,42 @@ def test_parked_while_read(bench: Workbench, known: dict[str, tuple[int, ...]]) 
 
     served = Served(bench, Later(2), meddle)
     assert parked and served.tokens == known
+
+
+def test_the_same_request_again_while_it_is_read(bench: Workbench, known: dict[str, tuple[int, ...]]) -> None:
+    """The lane and its number are given back at once, to an object that is the same."""
+    again: list[Request] = []
+
+    def meddle(parts: EngineParts, inbox: queue.SimpleQueue[Message | None], round: Round) -> None:
+        for span in round.reading:
+            if span.request.id == VICTIM and span.start == 0 and not again:
+                again.append(span.request)
+                inbox.put(Cancel(VICTIM))
+                inbox.put(Submit(span.request))
+
+    served = Served(bench, Later(2), meddle)
+    assert again and served.reasons[VICTIM] == "length" and served.tokens == known
+
+
+def test_prompts_are_read_though_others_come_and_go(bench: Workbench) -> None:
+    """Whoever is read together with one that is cancelled is read again, and not left to be forgotten once more."""
+    parts = bench.parts(CASE, {})
+    parts.scheduler.joining = Later(3)
+    prompts = sorted(workload().values(), key=len)
+    scheduler, runner = parts.scheduler, parts.runner
+    scheduler.add(_request(parts, "0", prompts[0]))
+    while not scheduler.running or not scheduler.running[0].decoding:
+        round = scheduler.plan()
+        scheduler.apply(round, runner.run(round))
+    scheduler.add(_request(parts, "2", prompts[2]))
+    spoken = []
+    for number in range(100, 104):
+        scheduler.add(_request(parts, str(number), prompts[1]))
+        round = scheduler.plan()
+        spoken += [emission.request_id for emission in scheduler.apply(round, runner.run(round)) if emission.tokens]
+        runner.pool.check()
+        scheduler.cancel(str(number))
+    assert "2" in spoken
+    for name in scheduler.requests():
+        scheduler.cancel(name)
+    runner.forget()

@@ -37,7 +37,7 @@ from paceline.engine.capacity import plan_state
 from paceline.engine.drafting import DFlashDrafter, Drafter
 from paceline.engine.engine import Engine
 from paceline.engine.graphs import Graphs
-from paceline.engine.pacing import Pacer
+from paceline.engine.pacing import Joining, Pacer
 from paceline.engine.plan import Round, RoundResult
 from paceline.engine.policy import make_policy
 from paceline.engine.runner import Runner
@@ -160,9 +160,10 @@ class Workbench:
             ShortOfPages(pool, random.Random(case.name)) if case.parking else pool,
             max_ctx=MAX_CTX,
             block_size=drafter.block_size if drafter else 1,
-            pacer=Pacer(case.prefill_tokens, case.itl_budget_ms),
+            pacer=Pacer(case.prefill_tokens, case.itl_budget_ms, beside=case.prompts_beside),
             clock=time.monotonic,
             policy=make_policy(case.draft_policy),
+            joining=AtRandom(random.Random(case.name)) if case.prompts_beside else None,
         )
         graphs = Graphs(target, drafter, pool) if case.cuda_graphs and pool.device.type == "cuda" else None
         arithmetic = describe(options)
@@ -188,6 +189,17 @@ class Workbench:
             truth = {str(index): answer.tokens for index, answer in references[case.tokens_of].items()}
             return ScriptedDrafter(truth, BLOCK_SIZE, target.config.vocab_size)
         return drafter
+
+
+class AtRandom(Joining):
+    """Prompts are committed by whichever round it happens to be: by the one that begins to read them, or by a later one."""
+
+    def __init__(self, dice: random.Random) -> None:
+        super().__init__()
+        self._dice = dice
+
+    def now(self, tokens: int, elapsed: float, decoding: int, prompts: int) -> bool:
+        return not decoding or self._dice.random() < 0.4
 
 
 class ShortOfPages:

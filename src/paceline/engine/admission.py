@@ -64,10 +64,6 @@ class Admission:
         """How many of those who wait had a lane before."""
         return sum(sequence.admitted is not None for sequence in self.waiting)
 
-    @property
-    def parked_ever(self) -> int:
-        return sum(self.parkings.values())
-
     def make_room(self, rows: int) -> None:
         """Room for the next round, in which no lane gets more than ``rows`` rows behind its prompt. The first are served
         first, and where there is no room the last are parked. One alone always has room: ``longest`` is checked before."""
@@ -83,6 +79,7 @@ class Admission:
             assert lane is not None, "nobody has more reserved than what is looked at here"
             del self.waiting[0]
             sequence.lane = lane
+            sequence.admissions += 1
             sequence.admitted = self.clock() if sequence.admitted is None else sequence.admitted
             self.running.append(sequence)
 

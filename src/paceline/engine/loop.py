@@ -70,8 +70,11 @@ class EngineLoop:
     def run(self) -> None:
         """Until ``Stop``; whatever has not ended then is cancelled."""
         self._send()  # the counters of an engine that nobody has asked yet
-        while not self._stopping:
-            self._turn()
+        try:
+            while not self._stopping:
+                self._turn()
+        finally:
+            self.runner.forget()
         self._unsent += [Emission(request.id, (), "cancelled") for request in self._compiling]
         self._unsent += [e for request_id in self.scheduler.requests() for e in self.scheduler.cancel(request_id)]
         self._send()
@@ -85,6 +88,8 @@ class EngineLoop:
         if round:
             emissions = self._execute(round)  # sends what has not been sent, and only then are there others
             self._unsent += emissions
+        if self.scheduler.idle:
+            self.runner.forget()
         if self.scheduler.idle or not self.runner.ahead:
             self._send()
 

@@ -100,8 +100,8 @@ class Joining:
 
     def __init__(self) -> None:
         self._rounds: deque[float] = deque(maxlen=_RECENT_ROUNDS)
-        self._seconds = Points()
-        """Of reading, by quanta."""
+        self._ratio = Points()
+        """Seconds of reading in proportion to the guess, by quanta."""
         self._count = 0
 
     def now(self, tokens: int, elapsed: float, decoding: int, prompts: int) -> bool:
@@ -109,9 +109,10 @@ class Joining:
         ``elapsed`` seconds, beside ``decoding`` lanes: if fewer seconds of lanes are lost than if the next one does. Nothing
         is left to run on before it is known how long rounds and reading take."""
         quanta = -(-tokens // CHUNK_SIZE)
-        if not decoding or not self._rounds or not self._seconds.known:
+        if not decoding or not self._rounds or not self._ratio.known:
             return True
-        round, reading = sorted(self._rounds)[len(self._rounds) // 2], self._seconds.along(quanta, quanta)[0]
+        round = sorted(self._rounds)[len(self._rounds) // 2]
+        reading = self._ratio.along(quanta, quanta)[0] * _guess(quanta)
         if not elapsed and decoding * (0.8 * reading - 1.5 * round) <= prompts * 0.5 * reading:
             return True
         waited_for = max(0.0, reading - elapsed - round)
@@ -123,8 +124,9 @@ class Joining:
 
     def observe_reading(self, tokens: int, seconds: float) -> None:
         self._count += 1
-        self._seconds.forget(self._count - _MEMORY_ROUNDS)
-        self._seconds.measure(-(-tokens // CHUNK_SIZE), seconds, self._count)
+        self._ratio.forget(self._count - _MEMORY_ROUNDS)
+        quanta = -(-tokens // CHUNK_SIZE)
+        self._ratio.measure(quanta, seconds / _guess(quanta), self._count)
 
 
 def _guess(quanta: int) -> int:

@@ -77,6 +77,15 @@ class Runner:
         """Whether rounds may have this request; one with a structure has to wait until that is compiled."""
         return self.structures is None or self.structures.ready(request)
 
+    def forget(self) -> None:
+        """Nobody is there any more whom it concerns what has been begun. The device is waited for where it writes to memory
+        that may be given to others from now on."""
+        reading, self._reading, self._begun = self._reading, None, None
+        if self._beside is not None:
+            self._beside.wait_for_all()
+        if reading is not None and self.pool.device.type == "cuda":
+            torch.cuda.synchronize(self.pool.device)
+
     @torch.inference_mode()
     def run(self, round: Round, meanwhile: Callable[[], None] | None = None) -> RoundResult:
         """One transaction. After ``RoundFailed``, which tells the stage, the state is as before. Any other exception ends

@@ -22,11 +22,12 @@ P = ParamSpec("P")
 
 
 class _Reading(NamedTuple):
-    """What a round has left to be committed by a later one, since when it is read, and how many had been parked by then."""
+    """What a round has left to be committed by a later one, since when it is read, and whose it is, for the how manieth
+    time with a lane."""
 
     spans: tuple[PrefillSpan, ...]
     since: float
-    parked_ever: int
+    readers: tuple[tuple[Sequence, int], ...]
 
 
 class Scheduler:
@@ -204,20 +205,27 @@ class Scheduler:
     def _prompts(self, decoding: int) -> tuple[tuple[PrefillSpan, ...], tuple[PrefillSpan, ...]]:
         """What the round commits, and what it leaves to a later one. Nothing else is read before that is committed."""
         now, reading, self._reading = self.clock(), self._reading, None
-        if reading is None or not self._goes_on(reading):
-            reading = _Reading(self._prefill_spans(), now, self.admission.parked_ever)
+        forgotten = reading is not None and not self._goes_on(reading)
+        if reading is None or forgotten:
+            spans = self._prefill_spans()
+            by_id = {one.request.id: one for one in self.running}
+            readers = [by_id[span.request.id] for span in spans]
+            reading = _Reading(spans, now, tuple((one, one.admissions) for one in readers))
         spans = reading.spans
-        tokens = sum(span.length for span in spans)
-        if spans and self.joining and not self.joining.now(tokens, now - reading.since, decoding, len(spans)):
-            self._reading = reading
-            return (), spans
-        return spans, ()
+        if not spans or self.joining is None or forgotten:  # what was begun in vain once is not left to be so again
+            return spans, ()
+        if self.joining.now(sum(span.length for span in spans), now - reading.since, decoding, len(spans)):
+            return spans, ()
+        self._reading = reading
+        return (), spans
 
     def _goes_on(self, reading: _Reading) -> bool:
         """Whether nobody of them has been cancelled, failed or parked since, even if the lane was given back at once."""
-        readers = {id(one.request): one.prefilled for one in self.running if one.reading}
-        unchanged = all(readers.get(id(span.request)) == span.start for span in reading.spans)
-        return unchanged and reading.parked_ever == self.admission.parked_ever
+        running = set(map(id, self.running))
+        return all(
+            id(one) in running and (one.admissions, one.prefilled) == (admissions, span.start)
+            for span, (one, admissions) in zip(reading.spans, reading.readers, strict=True)
+        )
 
     def _prefill_spans(self) -> tuple[PrefillSpan, ...]:
         """Prompts in turn, within the budget of the round. A prompt that was read before yields no first token again."""

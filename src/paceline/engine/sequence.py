@@ -28,6 +28,8 @@ class Sequence:
     first_token: float | None = None
     prefilled: int = 0
     behind: int = 0
+    admissions: int = 0
+    """How often it has been given a lane."""
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     keeps: list[int] = field(default_factory=list)

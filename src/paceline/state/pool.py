@@ -207,7 +207,9 @@ class StatePool:
                 self._reserve(span)
             for span in reading:
                 self._reserve(span)
-                self._lanes[span.lane].reading = span.start + span.length
+                lane = self._lanes[span.lane]
+                # a forward that was forgotten may have had more
+                lane.reading = max(lane.reading, span.start + span.length)
             for fork in forks:
                 self._reserve_fork(fork, next(span for span in spans if span.lane == fork.source))
             self._zero_fresh(span.lane for span in (*spans, *reading))
