@@ -22,8 +22,8 @@ P = ParamSpec("P")
 
 
 class _Reading(NamedTuple):
-    """What a round has left to be committed by a later one, since when it is read, and whose it is, for the how manieth
-    time with a lane."""
+    """What a round has left to be committed by a later one, since when it is read, and whose it is: with each, how often it
+    had been given a lane by then."""
 
     spans: tuple[PrefillSpan, ...]
     since: float
