@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
+
+# Read when torch is loaded, here and in the processes that tests start. Threads that spin while they wait for one another
+# take the cores from those that are waited for, where there are more threads than cores or other tests beside.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import pytest
 import torch
