@@ -12,9 +12,9 @@ import pytest
 import torch
 from llguidance import LLMatcher
 from test_ahead import Plain, Uncaptured
-from test_loop import CASE, FAULTS, VICTIM, Fault, Run, request, serve
+from test_loop import CASE, FAULTS, VICTIM, Fault, Run, by_length, request, serve
 
-from paceline.bench.law import Workbench, workload
+from paceline.bench.law import Workbench
 from paceline.engine import admission
 from paceline.engine.ahead import verify_ahead
 from paceline.engine.build import EngineParts
@@ -34,10 +34,10 @@ Inject = Callable[[Fault, pytest.MonkeyPatch], None]
 STRUCTURE = Structure.regex("[a-z ,.]{400,}")
 
 
-def messages(parts: EngineParts, max_tokens: int = 16) -> list[Message]:
+def messages(parts: EngineParts, max_tokens: int = 12) -> list[Message]:
     """Three lanes with everything; the victim's prompt takes several chunks."""
-    ordered = sorted(workload().values(), key=len)
-    prompts = {"0": ordered[0], VICTIM: next(prompt for prompt in ordered if len(prompt) > 200), "2": ordered[2]}
+    ordered = by_length()
+    prompts = {"0": ordered[0], VICTIM: next(prompt for prompt in ordered if len(prompt) > 140), "2": ordered[2]}
     made = []
     for name, prompt in prompts.items():
         plain = request(parts, name, prompt, max_tokens)

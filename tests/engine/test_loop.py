@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import queue
 import weakref
 from collections.abc import Callable
@@ -37,11 +38,17 @@ CASE = Case("loop", lanes=3, prefill_tokens=64, threads=1, prompts_beside=False)
 VICTIM = "1"
 
 
+@functools.cache
+def by_length() -> list[tuple[int, ...]]:
+    """The workload's prompts, the shortest one first."""
+    return sorted(workload().values(), key=len)
+
+
 @pytest.fixture(scope="module")
 def prompts() -> list[tuple[int, ...]]:
     """Short ones, and behind them one of several chunks."""
-    ordered = sorted(workload().values(), key=len)
-    return [*ordered[:3], next(prompt for prompt in ordered if len(prompt) > 500)]
+    ordered = by_length()
+    return [*ordered[:3], next(prompt for prompt in ordered if len(prompt) > 250)]
 
 
 @pytest.fixture
@@ -49,7 +56,7 @@ def parts(bench: Workbench) -> EngineParts:
     return bench.parts(CASE, {})
 
 
-def request(parts: EngineParts, name: str, prompt: tuple[int, ...], max_tokens: int = 16) -> Request:
+def request(parts: EngineParts, name: str, prompt: tuple[int, ...], max_tokens: int = 12) -> Request:
     params = SamplingParams(temperature=0.7 * (int(name) % 2), seed=int(name), max_tokens=max_tokens, ignore_eos=True)
     made = Request.create(prompt, params, parts.info)
     return Request(**{name: getattr(made, name) for name in made.__slots__} | {"id": name})
@@ -283,7 +290,7 @@ def test_a_fault_in_the_hosts_work_for_a_lane_ends_it_alone(
     assert serve(parts, three(parts, prompts)[2:]).tokens["2"] == undisturbed["2"]
 
 
-@pytest.mark.parametrize("start", [1, 400], ids=["while the prompt is read", "while it answers"])
+@pytest.mark.parametrize("start", [1, 258], ids=["while the prompt is read", "while it answers"])
 def test_what_is_not_a_number_ends_its_lane_alone(
     start: int, parts: EngineParts, prompts: list[tuple[int, ...]], undisturbed: dict[str, tuple[int, ...]]
 ) -> None:
@@ -443,9 +450,9 @@ def test_lanes_are_parked_when_pages_run_out(
         parts = bench.parts(CASE, {})
         if pages is not None:
             parts.runner.pool.allocator = PageAllocator(pages)
-        return serve(parts, [Submit(request(parts, name, prompts[int(name)], 48)) for name in ("0", "1", "2")])
+        return serve(parts, [Submit(request(parts, name, prompts[int(name)], 32)) for name in ("0", "1", "2")])
 
-    alone = len(prompts[2]) + 48 + 8
+    alone = len(prompts[2]) + 32 + 8
     ample, tight = run(None), run(pages_for(alone) + 2)
     assert ample.stats.parkings["pages"] == 0 < tight.stats.parkings["pages"]
     assert tight.stats.restored_tokens > 0
@@ -462,7 +469,7 @@ def test_a_lane_is_given_to_a_higher_priority_and_goes_on(
 ) -> None:
     case = Case("one lane", lanes=1, threads=1, speculation=speculation)
     parts = bench.parts(case, {})
-    batch = replace(request(parts, "1", prompts[-1], 40), priority=5)
+    batch = replace(request(parts, "1", prompts[-1], 32), priority=5)
     urgent = request(parts, "2", prompts[1], 8)
 
     late: list[Message] = [Submit(urgent)]

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from test_loop import by_length
 
-from paceline.bench.law import Workbench, workload
+from paceline.bench.law import Workbench
 from paceline.bench.law_cases import Case
 from paceline.engine.build import EngineParts
 from paceline.engine.loop import Cancel, EngineLoop, Message, Stop, Submit
@@ -45,7 +46,7 @@ class Served:
     def __init__(self, bench: Workbench, joining: Joining | None, meddle: Meddler | None = None) -> None:
         parts = bench.parts(CASE, {})
         parts.scheduler.joining = joining
-        prompts = sorted(workload().values(), key=len)
+        prompts = by_length()
         chosen = [*prompts[:3], next(prompt for prompt in prompts if len(prompt) > 300), prompts[3], prompts[4]]
         self._unsent = [_request(parts, str(number), prompt) for number, prompt in enumerate(chosen)]
         self._inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
@@ -172,7 +173,7 @@ def test_prompts_are_read_though_others_come_and_go(bench: Workbench) -> None:
     """Whoever is read together with one that is cancelled is read again, and not left to be forgotten once more."""
     parts = bench.parts(CASE, {})
     parts.scheduler.joining = Later(3)
-    prompts = sorted(workload().values(), key=len)
+    prompts = by_length()
     scheduler, runner = parts.scheduler, parts.runner
     scheduler.add(_request(parts, "0", prompts[0]))
     while not scheduler.running or not scheduler.running[0].decoding:
