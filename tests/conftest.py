@@ -50,13 +50,12 @@ def compiler(tokenizer: Tokenizer) -> Compiler:
     return Compiler(tokenizer, tokenizer.vocab_size, tokenizer.eos_ids)
 
 
-@pytest.fixture(scope="module")
-def bench() -> Iterator[Workbench]:
+@pytest.fixture(scope="session")
+def bench() -> Workbench:
+    """The demo pair, loaded once. Cases set the number of threads; ``one_thread`` sets it back."""
     from paceline.bench.law import Workbench
 
-    before = torch.get_num_threads()
-    yield Workbench()
-    torch.set_num_threads(before)
+    return Workbench()
 
 
 @pytest.fixture(scope="module")

@@ -78,8 +78,8 @@ CASES = [
 class Slice:
     """Runs cases on demand, each once, after those it is compared with."""
 
-    def __init__(self) -> None:
-        self.bench = Workbench()
+    def __init__(self, bench: Workbench) -> None:
+        self.bench = bench
         self.answers: dict[str, Answers] = {}
         self.prompts = short_prompts()
 
@@ -100,8 +100,8 @@ def short_prompts() -> Prompts:
 
 
 @pytest.fixture(scope="module")
-def law() -> Slice:
-    return Slice()
+def law(bench: Workbench) -> Slice:
+    return Slice(bench)
 
 
 @pytest.fixture(autouse=True)

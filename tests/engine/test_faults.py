@@ -190,7 +190,7 @@ def test_a_fault_while_a_parked_lane_comes_back(bench: Workbench, monkeypatch: p
 
     def run() -> Run:
         parts = bench.parts(CASE, {})
-        asked = messages(parts, 40)
+        asked = messages(parts, 28)
         longest = max(len(one.request.prompt) for one in asked if isinstance(one, Submit))
         parts.runner.pool.allocator = PageAllocator(pages_for(longest + 48) + 3)
         return serve(parts, asked)

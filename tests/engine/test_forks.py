@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from test_loop import by_length
 
 from paceline import LLM
-from paceline.bench.law import Workbench, workload
+from paceline.bench.law import Workbench
 from paceline.bench.law_cases import Case
 from paceline.engine.build import EngineParts
 from paceline.engine.engine import Engine
@@ -85,8 +86,7 @@ def asked(prompt: Sequence[int], parts: EngineParts, **changes: Any) -> tuple[Re
 
 
 def prompt_of(length: int) -> tuple[int, ...]:
-    texts = workload()
-    return tuple(token for index in range(20) for token in texts[index])[:length]
+    return tuple(token for text in by_length() for token in text)[:length]
 
 
 @pytest.mark.parametrize("length", [1, 16, 70, 200])
@@ -120,7 +120,7 @@ def test_choices_of_any_sampling(bench: Workbench, changes: dict[str, Any]) -> N
 
 
 def test_who_follows_goes_on_when_the_reader_is_cancelled(bench: Workbench) -> None:
-    prompt = prompt_of(1000)
+    prompt = prompt_of(300)
     parts = bench.parts(CASE, {})
     requests = asked(prompt, parts)
     expected = Served(parts, CASE, requests).in_order

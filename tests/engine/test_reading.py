@@ -88,7 +88,7 @@ class Served:
 
 
 def _request(parts: EngineParts, name: str, prompt: tuple[int, ...]) -> Request:
-    params = SamplingParams(temperature=0.7 * (int(name) % 2), seed=int(name), max_tokens=24, ignore_eos=True)
+    params = SamplingParams(temperature=0.7 * (int(name) % 2), seed=int(name), max_tokens=16, ignore_eos=True)
     made = Request.create(prompt, params, parts.info)
     return Request(**{field: getattr(made, field) for field in made.__slots__} | {"id": name})
 
