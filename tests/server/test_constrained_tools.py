@@ -19,7 +19,7 @@ POEM: list[Any] = [{"role": "user", "content": "Write a poem about the sea."}]
 
 
 class QueryDatabase(pydantic.BaseModel):
-    query: str = pydantic.Field(max_length=40)
+    query: str = pydantic.Field(max_length=16)
     limit: int = pydantic.Field(ge=1, le=100)
     order: Literal["newest", "oldest"]
 
