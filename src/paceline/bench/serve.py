@@ -37,6 +37,8 @@ from paceline.weights.load import open_target
 from paceline.weights.tokenizer import Tokenizer
 
 _LONG_PROMPTS = 8
+_DYING_SECONDS = 5.0
+"""A process that no longer answers may still be about to end."""
 """Different long prompts; then they come again."""
 _DRAWN_FROM = ("paceline_rounds_total", "paceline_verify_spans_total", "paceline_emitted_in_verify_total")
 
@@ -161,7 +163,7 @@ class _Run:
             "began": began,
             "ended": ended,
             "warm_up": outcome(warming),
-            "server_exit_status": server.exit_status(),
+            "server_exit_status": server.exit_status(_DYING_SECONDS if _lost(requests) else 0.0),
             "fingerprint": next((request["fingerprint"] for request in requests if request["fingerprint"]), None),
             "others_cpu": None if cpu_after is None or cpu_before is None else (cpu_after - cpu_before) / (ended - began),
             "counters": _differences(before, after),
@@ -236,6 +238,11 @@ def _trace(path: Path, began: float, ended: float) -> dict[str, Any] | None:
             sums["rounds"] += 1
             sums["kept"] += sum(keeps)
     return {"rounds": len(rounds), "us": dict(spent), "by_lanes": {str(n): lanes[n] for n in sorted(lanes)}}
+
+
+def _lost(requests: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the last answer ended as if there were no server any more."""
+    return bool(requests) and requests[-1].get("failure") in ("connection refused", "stream cut short")
 
 
 def _brief(document: Mapping[str, Any]) -> str:

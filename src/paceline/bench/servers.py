@@ -199,9 +199,13 @@ class Server:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
-    def exit_status(self) -> int | None:
-        """None while it runs, and where it was not started here."""
-        return None if self._process is None else self._process.poll()
+    def exit_status(self, within: float = 0.0) -> int | None:
+        """None while it runs, and where it was not started here. ``within``: seconds in which it may still end."""
+        if self._process is None:
+            return None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(within)
+        return self._process.returncode
 
     def counters(self) -> dict[str, float]:
         """Its Prometheus samples by name and labels; none without metrics, or if it does not answer."""

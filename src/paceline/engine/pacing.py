@@ -26,6 +26,10 @@ _FIXED_ROWS = 128
 """Between numbers of tokens that were measured, and beyond, reading N is taken to cost in proportion to 128 + N."""
 _MEMORY_ROUNDS = 1000
 _RECENT_ROUNDS = 8
+_READING_BESIDE = 1.4
+"""How many times as long a forward over prompts takes beside rounds, before that is known. Measured on an H200."""
+_DECODING_BESIDE = 0.23
+"""What decoding loses of its time beside such a forward. Measured there too."""
 
 
 class Pacer:
@@ -94,39 +98,53 @@ class Joining:
     """In which round a forward over prompts is committed that runs beside rounds: the lanes that decode wait for it in that
     round if it takes longer, the prompts wait for the end of a round if it is over earlier.
 
-    Rounds beside it make it slower. Where many prompts would so wait for few lanes, these wait instead: the round in which
-    it begins has it. By what was measured, a forward over prompts takes 1.4 times as long, and rounds 1.3 times.
+    Each makes the other slower. Where many prompts would so wait for few lanes, these wait instead: the round in which it
+    begins has it.
     """
 
     def __init__(self) -> None:
         self._rounds: deque[float] = deque(maxlen=_RECENT_ROUNDS)
-        self._ratio = Points()
-        """Seconds of reading in proportion to the guess, by quanta."""
+        self._waited_for, self._beside = Points(), Points()
+        """Seconds of reading in proportion to the guess, by quanta, where lanes waited and where they decoded on."""
         self._count = 0
 
     def now(self, tokens: int, elapsed: float, decoding: int, prompts: int) -> bool:
         """Whether the round that begins commits ``prompts`` prompts, of which ``tokens`` tokens are being read for
         ``elapsed`` seconds, beside ``decoding`` lanes: if fewer seconds of lanes are lost than if the next one does. Nothing
         is left to run on before it is known how long rounds and reading take."""
-        quanta = -(-tokens // CHUNK_SIZE)
-        if not decoding or not self._rounds or not self._ratio.known:
+        if not decoding or not self._rounds or not (self._waited_for.known or self._beside.known):
             return True
         round = sorted(self._rounds)[len(self._rounds) // 2]
-        reading = self._ratio.along(quanta, quanta)[0] * _guess(quanta)
-        if not elapsed and decoding * (0.8 * reading - 1.5 * round) <= prompts * 0.5 * reading:
-            return True
-        waited_for = max(0.0, reading - elapsed - round)
-        return decoding * waited_for <= prompts * (round - waited_for)
+        waited_for, beside = self._reading(-(-tokens // CHUNK_SIZE))
+        if not elapsed:
+            lost_by_waiting = prompts * waited_for + decoding * max(0.0, waited_for - round)
+            lost_beside = prompts * (beside + round / 2) + decoding * beside * _DECODING_BESIDE
+            if lost_by_waiting <= lost_beside:
+                return True
+        left = max(0.0, beside - elapsed - round)
+        return decoding * left <= prompts * (round - left)
+
+    def _reading(self, quanta: int) -> tuple[float, float]:
+        """Seconds that reading is expected to take where lanes wait, and where they decode on."""
+        waited_for, beside = (
+            points.along(quanta, quanta)[0] * _guess(quanta) if points.known else None
+            for points in (self._waited_for, self._beside)
+        )
+        if beside is None:
+            assert waited_for is not None
+            return waited_for, waited_for * _READING_BESIDE
+        return beside / _READING_BESIDE if waited_for is None else waited_for, beside
 
     def observe_round(self, seconds: float) -> None:
         """A finished round that decoded and committed no prompts."""
         self._rounds.append(seconds)
 
-    def observe_reading(self, tokens: int, seconds: float) -> None:
+    def observe_reading(self, tokens: int, seconds: float, *, beside: bool) -> None:
+        """``beside``: it was committed by a later round than that in which it began."""
         self._count += 1
-        self._ratio.forget(self._count - _MEMORY_ROUNDS)
-        quanta = -(-tokens // CHUNK_SIZE)
-        self._ratio.measure(quanta, seconds / _guess(quanta), self._count)
+        points, quanta = self._beside if beside else self._waited_for, -(-tokens // CHUNK_SIZE)
+        points.forget(self._count - _MEMORY_ROUNDS)
+        points.measure(quanta, seconds / _guess(quanta), self._count)
 
 
 def _guess(quanta: int) -> int:

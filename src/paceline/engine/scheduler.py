@@ -55,6 +55,8 @@ class Scheduler:
         self.waiting, self.running = self.admission.waiting, self.admission.running
         self.joining = joining
         self._reading: _Reading | None = None
+        self._was_read_beside = False
+        """What the planned round commits had been begun before it."""
         self._next_reader: str | None = None
         self._planned: tuple[Round, float] | None = None
         self._following: dict[str, int] = {}
@@ -206,6 +208,7 @@ class Scheduler:
         """What the round commits, and what it leaves to a later one. Nothing else is read before that is committed."""
         now, reading, self._reading = self.clock(), self._reading, None
         forgotten = reading is not None and not self._goes_on(reading)
+        self._was_read_beside = reading is not None and not forgotten
         if reading is None or forgotten:
             spans = self._prefill_spans()
             by_id = {one.request.id: one for one in self.running}
@@ -328,7 +331,7 @@ class Scheduler:
             tokens, seconds = sum(span.length for span in round.prefill), self.clock() - self._planned[1]
             self.pacer.observe(bool(outcomes), tokens, seconds, times.prefill)
             if self.joining is not None and round.prefill:
-                self.joining.observe_reading(tokens, times.reading)
+                self.joining.observe_reading(tokens, times.reading, beside=self._was_read_beside)
             elif self.joining is not None and outcomes:
                 self.joining.observe_round(seconds)
 
