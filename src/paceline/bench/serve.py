@@ -37,9 +37,9 @@ from paceline.weights.load import open_target
 from paceline.weights.tokenizer import Tokenizer
 
 _LONG_PROMPTS = 8
+"""Different long prompts; then they come again."""
 _DYING_SECONDS = 5.0
 """A process that no longer answers may still be about to end."""
-"""Different long prompts; then they come again."""
 _DRAWN_FROM = ("paceline_rounds_total", "paceline_verify_spans_total", "paceline_emitted_in_verify_total")
 
 

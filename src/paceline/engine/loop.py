@@ -208,7 +208,7 @@ class EngineLoop:
 def _lane_by_lane(round: Round) -> Iterable[Round]:
     """Without forks: who was to take over a prompt's state reads it in a later round."""
     yield from (Round((_without_drafts(span),), ()) for span in round.verify)
-    yield from (Round((), (span,)) for span in (*round.prefill, *round.reading))
+    yield from (Round((), (span,)) for span in round.chunks)
 
 
 def _without_drafts(span: VerifySpan) -> VerifySpan:

@@ -77,6 +77,11 @@ class Round:
     """The decoding lanes of the next round, in order, where no others are expected: some of ``going_on``."""
 
     @property
+    def chunks(self) -> tuple[PrefillSpan, ...]:
+        """What the forward over prompts is over that runs in this round, whichever round commits it."""
+        return self.prefill or self.reading
+
+    @property
     def going_on(self) -> tuple[VerifySpan, ...]:
         """What decodes in this round, and behind it what may from the next one on, its prompt ending in this one: that as
         a span without drafts whose anchor is not known yet."""

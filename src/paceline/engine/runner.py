@@ -81,8 +81,7 @@ class Runner:
         """Nobody is there any more whom it concerns what has been begun. The device is waited for where it writes to memory
         that may be given to others from now on."""
         reading, self._reading, self._begun = self._reading, None, None
-        if self._beside is not None:
-            self._beside.wait_for_all()
+        self._wait_for_all()
         if reading is not None and self.pool.device.type == "cuda":
             torch.cuda.synchronize(self.pool.device)
 
@@ -97,8 +96,8 @@ class Runner:
         if self.structures is not None:
             self.structures.begin([*(span.request for span in round.verify), *(span.request for span in round.prefill)])
         try:
-            self._keep_reading(round.prefill or round.reading)
-            starting = self._reading is None and bool(round.prefill or round.reading)
+            self._keep_reading(round.chunks)
+            starting = self._reading is None and bool(round.chunks)
             with self._beside.behind_commit() if self._beside and starting else nullcontext():
                 txn = self._opened(round, ahead, starting)
             self.pool.send_table()
@@ -111,7 +110,7 @@ class Runner:
                 verdict, keep, broken = self._verify(round.verify, forward, drafts, txn, scores)
             with clock.stage("prefill"):
                 if starting:
-                    self._read(round.prefill or round.reading, begun)
+                    self._read(round.chunks, begun)
                 first, broken_first = self._prefill(round, txn, scores, clock)
             with clock.stage("commit"):
                 results = _joined(round, verdict, first, (broken, broken_first), scores)
@@ -124,8 +123,7 @@ class Runner:
             if isinstance(cause, torch.AcceleratorError):
                 raise  # the device is lost, and with it the state of every lane: the engine ends
             self._reading = None
-            if self._beside is not None:
-                self._beside.wait_for_all()
+            self._wait_for_all()
             traceback.clear_frames(cause.__traceback__)  # they hold the round's tensors, and another try needs the memory
             raise RoundFailed(clock.current, cause) from cause
         arriving = Arriving(results)
@@ -153,8 +151,7 @@ class Runner:
             raise
         except Exception:  # this round is done; the next one runs all of its own, and knows what to do if that fails
             log.warning("running ahead failed", exc_info=True)
-            if self._beside is not None:
-                self._beside.wait_for_all()  # for what was launched nevertheless, of which nothing is known now
+            self._wait_for_all()  # for what was launched nevertheless, of which nothing is known now
             return
         self._begun = _Begun(Ahead(drafts, forward), clock.marks)
 
@@ -262,6 +259,10 @@ class Runner:
         if self._reading is None or self._reading.spans is spans:
             return
         self._reading = None
+        self._wait_for_all()
+
+    def _wait_for_all(self) -> None:
+        """What is launched from now on comes after all that was launched before."""
         if self._beside is not None:
             self._beside.wait_for_all()
 
@@ -278,8 +279,8 @@ class Runner:
 
     def _read(self, spans: tuple[PrefillSpan, ...], begun: _Begun | None) -> None:
         """Launch one packed forward over the prompt chunks."""
-        if self._beside is not None and begun is not None and begun.work.writes_to({span.lane for span in spans}, self.pool):
-            self._beside.wait_for_all()
+        if begun is not None and begun.work.writes_to({span.lane for span in spans}, self.pool):
+            self._wait_for_all()
         clock = _Clock(self.pool.device, self.nvtx)
         with self._beside.other() if self._beside else nullcontext(), clock.stage("reading"):
             captured = self.graphs.prefill(spans) if self.graphs else None

@@ -325,7 +325,7 @@ class Scheduler:
             if span.known is None
         ]
         times = result.times
-        mixed = round.prefill or round.reading or len(outcomes) < len(round.verify)
+        mixed = round.chunks or len(outcomes) < len(round.verify)
         self.policy.observe(outcomes, None if mixed else DecodeSeconds(times.draft, times.verify + times.commit))
         if self._planned is not None and self._planned[0] is round:
             tokens, seconds = sum(span.length for span in round.prefill), self.clock() - self._planned[1]
