@@ -8,25 +8,19 @@ several launches.
 
 Weights are decoded to the same float16 values as in ``kernel.py`` and a row of the result is off by as much, but the sums
 are taken in another order, so the bits are others: ``ops.linear.decode_arithmetic`` tells.
-
-No toolkit is needed: NVRTC comes with torch. What it makes is kept in ``~/.cache/paceline``.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
-import importlib.util
-import os
-import tempfile
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from paceline.ops import nvrtc
 from paceline.ops.linear.rows import Rows
 from paceline.ops.linear.tiles import TILE_ROWS, TiledWeight, unit_bytes
 from paceline.ops.quant import fields
@@ -47,17 +41,6 @@ _EMPTY = 0xFFFACADE
 _SOURCE = Path(__file__).with_suffix(".cu")
 
 
-@functools.cache
-def available(device: torch.device) -> bool:
-    """Whether ``decode`` can run on ``device``."""
-    return (
-        device.type == "cuda"
-        and torch.version.cuda is not None
-        and torch.cuda.get_device_capability(device) == (9, 0)
-        and _nvrtc() is not None
-    )
-
-
 def decode(x: Rows, weight: TiledWeight) -> Tensor:
     """x [M, K] times weight [N, K] transposed -> float32 [M, N], for a weight in one of ``FORMS``."""
     out = torch.empty(x.rows, weight.shape[0], device=x.device)
@@ -75,10 +58,10 @@ def _decode_rows(x: Rows, weight: TiledWeight, out: Tensor, first: int, rows: in
     kernel = _kernel(device, weight.form, tokens)
     pointers = [weight.data, x.factors[first:], out[first:], _pieces(device)]
     numbers = [first, rows, out.shape[1], out.stride(0), weight.tiles, weight.blocks, whole, sharers, 0]
-    arguments: list[_Argument] = [_tensor_map(x.values, tokens)]
+    arguments: list[nvrtc.Argument] = [_tensor_map(x.values, tokens)]
     arguments += [ctypes.c_void_p(tensor.data_ptr()) for tensor in pointers]
     arguments += [ctypes.c_int(number) for number in numbers]
-    _launch(kernel, parts, arguments)
+    nvrtc.launch(kernel, (parts, 1, 1), _THREADS, arguments, _SHARED_END - _SHARED_BEGIN)
 
 
 def _cut(tiles: int, blocks: int, processors: int) -> tuple[int, int, int]:
@@ -183,131 +166,11 @@ def _multiply(tokens: int) -> str:
 
 
 @functools.cache
-def _nvrtc() -> ctypes.CDLL | None:
-    """The library that torch brings along, None where there is none."""
-    name = f"libnvrtc.so.{(torch.version.cuda or '0').split('.')[0]}"
-    for path in (*_in_wheels(name), Path(name)):
-        try:
-            for part in path.parent.glob("libnvrtc-builtins.so.*"):  # which NVRTC looks for by its bare name
-                ctypes.CDLL(str(part))
-            return ctypes.CDLL(str(path))
-        except OSError:
-            continue
-    return None
-
-
-def _in_wheels(name: str) -> list[Path]:
-    spec = importlib.util.find_spec("nvidia")
-    roots = spec.submodule_search_locations if spec else None
-    return [path for root in roots or () for path in sorted(Path(root).glob(f"*/lib/{name}"))]
-
-
-def compile_source(text: str) -> bytes:
-    """Machine code for sm_90a."""
-    nvrtc = _nvrtc()
-    assert nvrtc is not None, "available() has not been asked"
-    options = [b"--gpu-architecture=sm_90a", b"--std=c++17"]
-    program = ctypes.c_void_p()
-    status = nvrtc.nvrtcCreateProgram(ctypes.byref(program), text.encode(), b"hopper.cu", 0, None, None)
-    status = status or nvrtc.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options))
-    if status:
-        raise RuntimeError(
-            f"NVRTC could not compile hopper.cu (error {status}):\n{_read(nvrtc, program, 'ProgramLog').decode()}"
-        )
-    code = _read(nvrtc, program, "CUBIN")
-    nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
-    return code
-
-
-def _read(nvrtc: ctypes.CDLL, program: ctypes.c_void_p, what: str) -> bytes:
-    size = ctypes.c_size_t()
-    getattr(nvrtc, f"nvrtcGet{what}Size")(program, ctypes.byref(size))
-    buffer = ctypes.create_string_buffer(size.value)
-    getattr(nvrtc, f"nvrtcGet{what}")(program, buffer)
-    return buffer.raw
-
-
-def _code(text: str) -> bytes:
-    """The machine code, from the disk if it has been made before."""
-    nvrtc, version = _nvrtc(), (ctypes.c_int(), ctypes.c_int())
-    assert nvrtc is not None, "available() has not been asked"
-    nvrtc.nvrtcVersion(*map(ctypes.byref, version))
-    key = hashlib.sha256(f"{version[0].value}.{version[1].value}\n{text}".encode()).hexdigest()
-    path = Path.home() / ".cache" / "paceline" / f"{key}.cubin"
-    try:
-        return path.read_bytes()
-    except OSError:
-        pass
-    code = compile_source(text)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(code)
-        os.replace(file.name, path)
-    except OSError:
-        pass  # it will be compiled again
-    return code
-
-
-# The driver ------------------------------------------------------------------------------------------------------------
-
-
-_Argument = ctypes.c_void_p | ctypes.c_int | ctypes.Array[ctypes.c_char]
-
-
-class _Attribute(ctypes.Structure):
-    _fields_ = [("id", ctypes.c_int), ("padding", ctypes.c_int), ("value", ctypes.c_int), ("rest", ctypes.c_char * 60)]
-
-
-class _Config(ctypes.Structure):
-    _fields_ = [
-        ("grid", ctypes.c_uint * 3),
-        ("block", ctypes.c_uint * 3),
-        ("shared_bytes", ctypes.c_uint),
-        ("stream", ctypes.c_void_p),
-        ("attributes", ctypes.POINTER(_Attribute)),
-        ("count", ctypes.c_uint),
-    ]
-
-
-_MAX_DYNAMIC_SHARED_SIZE = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-_RESERVED_SHARED_MEMORY = 111  # CU_DEVICE_ATTRIBUTE_RESERVED_SHARED_MEMORY_PER_BLOCK
-_OVERLAP = _Attribute(6, 0, 1)  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION: start before the last kernel's end
-
-
-@functools.cache
-def _driver() -> ctypes.CDLL:
-    return ctypes.CDLL("libcuda.so.1")
-
-
-def _check(status: int, what: str) -> None:
-    if status:
-        name = ctypes.c_char_p()
-        _driver().cuGetErrorName(status, ctypes.byref(name))
-        raise RuntimeError(f"{what}: {(name.value or b'CUDA error').decode()} ({status})")
-
-
-@functools.cache
 def _kernel(device: int, form: str, tokens: int) -> ctypes.c_void_p:
     """product(), loaded on the current device."""
-    driver, module, kernel = _driver(), ctypes.c_void_p(), ctypes.c_void_p()
-    _check(driver.cuModuleLoadData(ctypes.byref(module), _code(source(form, tokens))), f"loading the product for {form}")
-    _check(driver.cuModuleGetFunction(ctypes.byref(kernel), module, b"product"), "finding the product")
-    reserved, size = ctypes.c_int(), _SHARED_END - _SHARED_BEGIN
-    _check(driver.cuDeviceGetAttribute(ctypes.byref(reserved), _RESERVED_SHARED_MEMORY, device), "asking for shared memory")
-    if reserved.value != _SHARED_BEGIN:
-        raise RuntimeError(f"shared memory begins at {reserved.value}, hopper.cu was laid out for {_SHARED_BEGIN}")
-    _check(driver.cuFuncSetAttribute(kernel, _MAX_DYNAMIC_SHARED_SIZE, size), "asking for shared memory")
-    return kernel
-
-
-def _launch(kernel: ctypes.c_void_p, parts: int, arguments: Sequence[_Argument]) -> None:
-    """On the current stream, before the end of what is on it: the kernel itself waits for that."""
-    stream = torch.cuda.current_stream().cuda_stream
-    config = _Config((parts, 1, 1), (_THREADS, 1, 1), _SHARED_END - _SHARED_BEGIN, stream)
-    config.attributes, config.count = ctypes.pointer(_OVERLAP), 1
-    values = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(value) for value in arguments))
-    _check(_driver().cuLaunchKernelEx(ctypes.byref(config), kernel, values, None), "launching a product")
+    if (reserved := nvrtc.reserved_shared_memory(device)) != _SHARED_BEGIN:
+        raise RuntimeError(f"shared memory begins at {reserved}, hopper.cu was laid out for {_SHARED_BEGIN}")
+    return nvrtc.load(source(form, tokens), "product", _SHARED_END - _SHARED_BEGIN)
 
 
 def _tensor_map(values: Tensor, tokens: int) -> ctypes.Array[ctypes.c_char]:
@@ -317,7 +180,7 @@ def _tensor_map(values: Tensor, tokens: int) -> ctypes.Array[ctypes.c_char]:
     memory = ctypes.create_string_buffer(128 + 64)
     shift = -ctypes.addressof(memory) % 64
     tensor_map = (ctypes.c_char * 128).from_buffer(memory, shift)
-    status = _driver().cuTensorMapEncodeTiled(
+    status = nvrtc.driver().cuTensorMapEncodeTiled(
         ctypes.byref(tensor_map),
         6,  # CU_TENSOR_MAP_DATA_TYPE_FLOAT16
         3,
@@ -331,5 +194,5 @@ def _tensor_map(values: Tensor, tokens: int) -> ctypes.Array[ctypes.c_char]:
         3,  # CU_TENSOR_MAP_L2_PROMOTION_L2_256B
         0,  # zeros outside
     )
-    _check(status, "describing the rows of a product")
+    nvrtc.check(status, "describing the rows of a product")
     return tensor_map

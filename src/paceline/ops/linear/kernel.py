@@ -26,6 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from paceline.ops import nvrtc
 from paceline.ops.dispatch import uses_special_kernels
 from paceline.ops.launch import await_turn, has_little_shared_memory, pdl
 from paceline.ops.linear import hopper
@@ -518,7 +519,7 @@ def _product(x: Tensor | Rows, weight: TiledWeight, kind: RowKind, prepared: dic
         raise TypeError(f"a weight in form {weight.form} needs rows in {dtype}, not {x.values.dtype}")
     if kind == "prefill":
         return _prefill(x, weight)
-    if weight.form in hopper.FORMS and hopper.available(x.device) and uses_special_kernels():
+    if weight.form in hopper.FORMS and nvrtc.available(x.device) and uses_special_kernels():
         return hopper.decode(x, weight)
     return _decode(x, weight)
 
