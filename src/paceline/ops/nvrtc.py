@@ -136,7 +136,7 @@ def check(status: int, what: str) -> None:
 
 
 def load(text: str, name: str, shared_bytes: int = 0) -> ctypes.c_void_p:
-    """The kernel ``name`` of a source, on the current device, whose launches may ask for ``shared_bytes`` of shared memory."""
+    """The kernel ``name`` of a source on the current device; launches may ask for ``shared_bytes`` of shared memory."""
     module, kernel = ctypes.c_void_p(), ctypes.c_void_p()
     check(driver().cuModuleLoadData(ctypes.byref(module), machine_code(text)), f"loading {name}")
     check(driver().cuModuleGetFunction(ctypes.byref(kernel), module, name.encode()), f"finding {name}")
