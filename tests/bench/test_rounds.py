@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from paceline.bench.rounds import (
     DeviceEvent,
     Probe,
     Watch,
+    added,
     busy,
     by_family,
     by_kernel,
@@ -85,15 +87,42 @@ def test_device_time_counts_overlaps_once() -> None:
     assert busy([]) == 0
 
 
+def test_an_event_adds_what_is_left_when_nothing_before_it_runs() -> None:
+    waits = DeviceEvent("waits", 40, 130)  # begins early and ends behind the one before it
+    waits_too = DeviceEvent("waits too", 90, 150)
+    first = DeviceEvent("first", 0, 100)
+    apart = DeviceEvent("apart", 300, 340)
+    beside, short = DeviceEvent("beside", 400, 500), DeviceEvent("short", 420, 430)  # on two streams
+    bridge = DeviceEvent("bridge", 320, 600)
+    shares = [(first, 100), (waits, 30), (waits_too, 20), (apart, 40), (short, 10), (beside, 90), (bridge, 160)]
+    assert list(added([bridge, beside, short, apart, waits_too, waits, first])) == shares
+
+
+def test_at_any_time_the_first_to_end_has_it() -> None:
+    dice = random.Random(5)
+    for _ in range(50):
+        starts = [dice.randrange(60) for _ in range(12)]
+        ends = dice.sample(range(61, 100), 6) + dice.sample(range(20, 60), 6)
+        events = [DeviceEvent(str(i), min(s, e - 1), e) for i, (s, e) in enumerate(zip(starts, ends, strict=True))]
+        at = [[event for event in events if event.start <= time < event.end] for time in range(100)]
+        owners = [min(running, key=lambda event: event.end) for running in at if running]
+        assert dict(added(events)) == {event: owners.count(event) for event in events}
+        assert busy(events) == len(owners)
+
+
 def test_families_and_kernels_are_per_round() -> None:
     rows = by_family(EVENTS, 2, {"products": 10**8, "attention": 5}, 4e12)
     assert [row["family"] for row in rows] == ["products", "gated delta rule", "copies"]
     products = rows[0]
     assert products["ms"] == pytest.approx(0.1) and products["launches"] == 1
-    assert products["share"] == pytest.approx(200 / 261)
+    assert products["share"] == pytest.approx(200 / 211)
+    assert rows[1]["ms"] == pytest.approx(0.005) and rows[1]["durations_ms"] == pytest.approx(0.03)
+    assert 2e3 * sum(row["ms"] for row in rows) == pytest.approx(busy(EVENTS))
     assert products["tb_per_s"] == pytest.approx(1.0) and products["limit_ms"] == pytest.approx(0.025)
     assert "bytes" not in rows[1]
-    assert by_kernel(EVENTS, 2)[0] == {"name": "_partial_sums", "family": "products", "us": 100, "launches": 1}
+    kernels = by_kernel(EVENTS, 2)
+    assert kernels[0] == {"name": "_partial_sums", "family": "products", "us": 100, "durations_us": 100, "launches": 1}
+    assert kernels[1] == {"name": "_verify", "family": "gated delta rule", "us": 5, "durations_us": 30, "launches": 0.5}
 
 
 def test_an_engine_is_watched_round_by_round(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,8 +143,12 @@ def test_an_engine_is_watched_round_by_round(monkeypatch: pytest.MonkeyPatch) ->
     assert figures["device_busy_ms"] == pytest.approx(0.211 / 2) and figures["limit_ms"] == pytest.approx(0.001)
     assert figures["host_gap_ms"] == pytest.approx(figures["round_ms"] - figures["device_busy_ms"])
     assert figures["acceptance_length"] == watch.tokens / 6 and 20 < figures["context"] < 160
+    assert [row["stage"] for row in figures["stages"]] == ["draft", "verify", "commit"]
+    assert all(row["ms"] > 0 for row in figures["stages"])
+    assert sum(row["ms"] for row in figures["stages"]) < figures["round_ms"]
     shown = table(figures).splitlines()
-    assert len(shown) == 3 + 3 and shown[3].startswith("products") and shown[3].endswith("0.001")
+    assert len(shown) == 4 + 3 and shown[4].startswith("products") and shown[4].endswith("0.001")
+    assert re.fullmatch(r"draft \d+\.\d\d ms, verify \d+\.\d\d ms, commit \d+\.\d\d ms", shown[2])
 
 
 def test_requests_that_end_too_early_are_an_error() -> None:

@@ -1,7 +1,8 @@
 """Where the time of a decode round goes, by family of kernels: ``paceline bench round``.
 
 An engine in this process serves C long requests. Once all C lanes decode, some rounds warm up, some are timed as they are,
-and some run under torch's profiler. What a round takes beyond the time in which the device is busy is the host's.
+and some run under torch's profiler. What a round takes beyond the time in which the device is busy is the host's. The busy
+time is shared out among the kernels, whose durations overlap and add up to far more (``added``).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import re
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -48,6 +49,7 @@ FAMILIES = {
 """Family: its kernels' names, of which the first match counts. The drafter's products, norms and attention are run by the
 same kernels as the target's. Prompts are read by other kernels, some of the same name; they do not run in decode rounds."""
 _OTHER = "other"
+_STAGES = ("draft", "verify", "commit")
 _WARM_ROUNDS = 8
 _PROFILED_ROUNDS = 8
 _KERNELS_SHOWN = 40
@@ -65,29 +67,45 @@ def family_of(name: str) -> str:
     return next((family for family, pattern in FAMILIES.items() if re.match(pattern, name)), _OTHER)
 
 
+def added(events: Iterable[DeviceEvent]) -> Iterator[tuple[DeviceEvent, float]]:
+    """The events in order of their ends, each with the microseconds that it adds to the device's busy time: those in which
+    it ran and no event that ended before it did. So whenever several run, the time is that of the first one to end.
+
+    A kernel that is launched early waits for the one before it, so its duration holds the end of that one's too. What it
+    does before its turn counts for the one that it waits for.
+    """
+    taken: list[tuple[float, float]] = []  # what the events so far covered: disjoint, the latest at the end
+    for event in sorted(events, key=lambda event: event.end):
+        free, until = 0.0, event.end
+        while taken and taken[-1][1] > event.start:
+            begin, end = taken.pop()
+            free, until = free + (until - end), begin
+        taken.append((min(event.start, until), event.end))
+        yield event, free + max(0.0, until - event.start)
+
+
 def busy(events: Iterable[DeviceEvent]) -> float:
     """Microseconds in which at least one of them ran."""
-    total, until = 0.0, float("-inf")
-    for event in sorted(events, key=lambda event: event.start):
-        total += max(0.0, event.end - max(event.start, until))
-        until = max(until, event.end)
-    return total
+    return sum(gain for _, gain in added(events))
 
 
 def by_family(events: Sequence[DeviceEvent], rounds: int, bytes_of: dict[str, int], rate: float) -> list[dict[str, Any]]:
-    """Per round and family: time, launches and, where ``bytes_of`` says what a round must read, the rate and the time that
-    this takes at ``rate`` bytes per second. The longest first."""
+    """Per round and family: time added, its share of the busy time, durations with their waiting, launches and, where
+    ``bytes_of`` says what a round must read, the rate and the time that this takes at ``rate`` bytes per second. The longest
+    first."""
     seconds: defaultdict[str, float] = defaultdict(float)
+    durations: defaultdict[str, float] = defaultdict(float)
     launches = Counter[str]()
-    for event in events:
+    for event, gain in added(events):
         family = family_of(event.name)
-        seconds[family] += 1e-6 * (event.end - event.start) / rounds
+        seconds[family] += 1e-6 * gain / rounds
+        durations[family] += 1e-3 * (event.end - event.start) / rounds
         launches[family] += 1
     whole = sum(seconds.values())
     result = []
     for family, taken in sorted(seconds.items(), key=lambda item: -item[1]):
         row: dict[str, Any] = {"family": family, "ms": 1e3 * taken, "share": taken / whole}
-        row |= {"launches": launches[family] / rounds}
+        row |= {"durations_ms": durations[family], "launches": launches[family] / rounds}
         if family in bytes_of:
             row |= {
                 "bytes": bytes_of[family],
@@ -99,14 +117,22 @@ def by_family(events: Sequence[DeviceEvent], rounds: int, bytes_of: dict[str, in
 
 
 def by_kernel(events: Sequence[DeviceEvent], rounds: int) -> list[dict[str, Any]]:
-    """The kernels that take most, per round."""
+    """The kernels that add most, per round."""
     times: defaultdict[str, float] = defaultdict(float)
+    durations: defaultdict[str, float] = defaultdict(float)
     launches = Counter[str]()
-    for event in events:
-        times[event.name] += (event.end - event.start) / rounds
+    for event, gain in added(events):
+        times[event.name] += gain / rounds
+        durations[event.name] += (event.end - event.start) / rounds
         launches[event.name] += 1
     return [
-        {"name": name, "family": family_of(name), "us": taken, "launches": launches[name] / rounds}
+        {
+            "name": name,
+            "family": family_of(name),
+            "us": taken,
+            "durations_us": durations[name],
+            "launches": launches[name] / rounds,
+        }
         for name, taken in sorted(times.items(), key=lambda item: -item[1])[:_KERNELS_SHOWN]
     ]
 
@@ -177,6 +203,7 @@ class Watch:
         self.seconds = self.profiled_seconds = 0.0
         self.tokens = self.rows = 0
         self.context = 0.0
+        self.stages = dict.fromkeys(_STAGES, 0.0)  # seconds of the timed rounds
         self._lanes, self._timed, self._probe = lanes, rounds, probe
         self._seen = 0
         self._started = 0.0
@@ -189,6 +216,8 @@ class Watch:
         if begin < self._seen <= middle:
             self.tokens += sum(map(len, result.verify))
             self.rows += sum(span.length for span in round.verify)
+            for stage in _STAGES:
+                self.stages[stage] += getattr(result.times, stage)
             self.context = sum(span.start + span.length for span in round.verify) / self._lanes
         if self._seen == 1:  # the first start of a profiler takes seconds
             self._probe.start()
@@ -320,6 +349,7 @@ def summary(
         "acceptance_length": watch.tokens / (rounds * lanes),
         "rows": watch.rows / rounds,
         "context": watch.context,
+        "stages": [{"stage": stage, "ms": 1e3 * seconds / rounds} for stage, seconds in watch.stages.items()],
         "families": by_family(events, _PROFILED_ROUNDS, bytes_of, rate),
         "kernels": by_kernel(events, _PROFILED_ROUNDS),
     }
@@ -331,6 +361,7 @@ def table(figures: dict[str, Any]) -> str:
         f"{figures['tokens_per_second']:.0f} tok/s, acceptance length {figures['acceptance_length']:.2f}",
         f"device busy {figures['device_busy_ms']:.2f} ms, host {figures['host_gap_ms']:.2f} ms; "
         f"what must be read takes {figures['limit_ms']:.2f} ms",
+        ", ".join(f"{row['stage']} {row['ms']:.2f} ms" for row in figures["stages"]),
         f"{'family':<20}{'ms':>9}{'share':>8}{'launches':>10}{'TB/s':>8}{'at best ms':>12}",
     ]
     for row in figures["families"]:
