@@ -8,20 +8,24 @@ from paceline.ops.linear import hopper
 from paceline.ops.linear.tiles import unit_bytes
 
 BEGIN, END = 1 << 10, 228 << 10
-TABLE_BYTES, ROW_FACTORS, BARRIERS = 1 << 16, 4 * 64, 128
+TABLE_BYTES, ROW_FACTORS, BARRIERS, EXCHANGED = 1 << 16, 4 * 64, 128, 8 * 32 * 16
 
 
 @pytest.mark.parametrize("tokens", hopper._WIDTHS)
 @pytest.mark.parametrize("form", hopper.FORMS)
-def test_nothing_overlaps_and_everything_is_aligned(form: str, tokens: int) -> None:
-    layout = hopper._layout(form, tokens)
+@pytest.mark.parametrize("swiglu", [False, True])
+def test_nothing_overlaps_and_everything_is_aligned(form: str, tokens: int, swiglu: bool) -> None:
+    layout = hopper._layout(form, tokens, swiglu)
     x, weights = tokens * 512, 2 * unit_bytes(form)
     assert layout.stages >= 2
     assert layout.x % 1024 == 0 and layout.weights % 128 == 0 and layout.last_weights % 128 == 0 and layout.barriers % 8 == 0
+    assert layout.exchange % 16 == 0
     assert layout.table % TABLE_BYTES == 0 and bool(layout.table) == (form == "IQ4_XS")
     pieces = [(layout.x + stage * x, x) for stage in range(layout.stages)]
     pieces += [(layout.weights + stage * weights, weights) for stage in range(layout.stages - 1)]
-    pieces += [(layout.last_weights, weights), (layout.barriers, BARRIERS + ROW_FACTORS)]
+    pieces += [(layout.last_weights, weights), (layout.barriers, BARRIERS + (1 + swiglu) * ROW_FACTORS)]
+    if swiglu:
+        pieces += [(layout.exchange, EXCHANGED)]
     if layout.table:
         pieces += [(layout.table, TABLE_BYTES)]
     pieces.sort()

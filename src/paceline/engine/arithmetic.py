@@ -12,7 +12,7 @@ from paceline.config import EngineOptions
 from paceline.errors import ConfigError
 from paceline.ops.linear import decode_arithmetic
 
-KERNEL_TABLE = 4
+KERNEL_TABLE = 5
 """Version of the ops' tile sizes, splits and orders of summation. Raise it whenever one of them changes."""
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -8,8 +8,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from paceline.ops.activation import swiglu
 from paceline.ops.linear import Merged, PackedWeight, Rows, TiledWeight, expanded, linear, linears, merge, pack
+from paceline.ops.mlp import longest_rows, mlp_hidden
 from paceline.ops.norm import add_rms_norm, rms_norm
 from paceline.ops.quant import QuantTensor, dequantize_rows
 from paceline.types import RowKind
@@ -67,13 +67,12 @@ class Siblings:
 
     def expand(self, room: int) -> int:
         """As ``Linear.expand``."""
-        assert self._merged is not None, "merge() has not been called"
         weights, taken = [], 0
-        for weight in self._merged.weights:
+        for weight in self.weights.weights:
             kept, size = expanded(weight, room - taken)
             weights.append(kept)
             taken += size
-        self._merged = replace(self._merged, weights=tuple(weights))
+        self._merged = replace(self.weights, weights=tuple(weights))
         return taken
 
     def merge(self) -> None:
@@ -86,10 +85,14 @@ class Siblings:
                 member.packed = None
         self._merged = merge(weights)
 
+    @property
+    def weights(self) -> Merged:
+        assert self._merged is not None, "merge() has not been called"
+        return self._merged
+
     def __call__(self, x: Tensor | Rows, kind: RowKind) -> list[Tensor]:
         """[N, in] -> a tensor [N, out] of each member, in order."""
-        assert self._merged is not None, "merge() has not been called"
-        return linears(x, self._merged, kind)
+        return linears(x, self.weights, kind)
 
 
 def products(module: nn.Module) -> Iterator[Linear | Siblings]:
@@ -101,13 +104,16 @@ def products(module: nn.Module) -> Iterator[Linear | Siblings]:
 
 
 def finish(module: nn.Module) -> None:
-    """Pack every product of a loaded model, then merge siblings."""
+    """Pack every product of a loaded model, merge siblings, and measure what kernels have to know of the result."""
     for product in products(module):
         if isinstance(product, Linear):
             product.pack()
     siblings = [product for product in products(module) if isinstance(product, Siblings)]
     for product in sorted(siblings, key=lambda product: not product.too):
         product.merge()
+    for part in module.modules():
+        if isinstance(part, MLP):
+            part.measure()
 
 
 class RMSNorm(nn.Module):
@@ -158,8 +164,12 @@ class MLP(nn.Module):
         self.up_proj = Linear(hidden, intermediate, dtype)
         self.down_proj = Linear(intermediate, hidden, dtype)
         self.gate_up = Siblings(self.gate_proj, self.up_proj)
+        self.longest: float | None = None
         self.operand = operand_type(dtype)
 
+    def measure(self) -> None:
+        """Once after the weights have been merged."""
+        self.longest = longest_rows(self.gate_up.weights)
+
     def forward(self, x: Tensor | Rows, kind: RowKind) -> Tensor:
-        gate, up = self.gate_up(x, kind)
-        return self.down_proj(swiglu(gate, up, self.operand), kind)
+        return self.down_proj(mlp_hidden(x, self.gate_up.weights, self.longest, kind, self.operand), kind)

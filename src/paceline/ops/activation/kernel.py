@@ -83,8 +83,8 @@ def row_outputs(
     return values, torch.empty(held, dtype=torch.float32, device=device), width
 
 
-def finished(values: Tensor, factors: Tensor | None, rows: int, size: int) -> Tensor | Rows:
-    return values if factors is None else Rows(values, factors, rows, size)
+def finished(values: Tensor, factors: Tensor | None, rows: int, size: int, norms: Tensor | None = None) -> Tensor | Rows:
+    return values if factors is None else Rows(values, factors, rows, size, norms)
 
 
 def pieces(count: int, covered: int) -> tuple[int, int]:

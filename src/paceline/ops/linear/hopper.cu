@@ -8,6 +8,10 @@
 // weight's units, (tile of 128 rows, block of 256 columns). Two tiles below each other are a pair, and a (pair, block) is a step
 // of a CTA. One thread fetches units and blocks of x, sixteen warps decode and multiply, each of them 16 rows of the pair.
 //
+// With SWIGLU the weight is two of as many tiles, gate and up, and a pair is a tile of either: its results are finished to
+// silu(gate) up where they are, and leave as rows of another product's x. What scales such a row to float16 has to be known before
+// any of it is: |gate| and |up| are at most the norm of the row of x times that of the weight's longest row.
+//
 // Each CTA has ``whole`` pairs alone, as many as there are for every CTA, possibly none. The pairs before those are the rest:
 // their steps, pair by pair, are cut into ``sharers`` equal parts, one for each of the first CTAs, which begins with it.
 //
@@ -403,7 +407,7 @@ __device__ __forceinline__ uint32 x_of(int stage) { return X_AT + stage * X_BYTE
 __device__ __forceinline__ uint32 weights_of(int stage) {
     return stage == STAGES - 1 ? LAST_WEIGHTS_AT : WEIGHTS_AT + stage * 2 * FORM::BYTES;
 }
-constexpr uint32 FACTORS_AT = BARRIERS_AT + 128;
+constexpr uint32 FACTORS_AT = BARRIERS_AT + 128, SCALES_AT = BARRIERS_AT + 384;
 __device__ __forceinline__ uint32 full(int stage) { return BARRIERS_AT + 16 * stage; }
 __device__ __forceinline__ uint32 empty(int stage) { return BARRIERS_AT + 16 * stage + 8; }
 
@@ -432,11 +436,12 @@ struct Cut {
 };
 
 __device__ __forceinline__ void fetch_units(int stage, const uint8* weights, const Step& step, int tiles, int blocks) {
-    const uint8* unit = weights + ((uint64)(2 * step.pair) * blocks + step.block) * FORM::BYTES;
-    const bool both = 2 * step.pair + 1 < tiles;
+    const int tile = SWIGLU ? step.pair : 2 * step.pair, apart = SWIGLU ? tiles / 2 : 1;
+    const uint8* unit = weights + ((uint64)tile * blocks + step.block) * FORM::BYTES;
+    const bool both = tile + apart < tiles;
     barrier_expect(full(stage), X_BYTES + (both ? 2 : 1) * FORM::BYTES);
     fetch(weights_of(stage), unit, FORM::BYTES, full(stage));
-    if (both) fetch(weights_of(stage) + FORM::BYTES, unit + (uint64)blocks * FORM::BYTES, FORM::BYTES, full(stage));
+    if (both) fetch(weights_of(stage) + FORM::BYTES, unit + (uint64)apart * blocks * FORM::BYTES, FORM::BYTES, full(stage));
 }
 
 __device__ __forceinline__ void multiply_64(float (&sums)[TOKENS / 2], const uint32 (&a)[16], uint64 b) {
@@ -547,44 +552,110 @@ __device__ __forceinline__ void factors_are_there() {
     asm volatile("bar.sync 1, %0;" ::"n"(32 * (CONSUMERS + ADDERS)) : "memory");
 }
 
+struct Results {
+    float* out;  // with SWIGLU float16 [rows, out_stride]
+    int rows, outputs, out_stride;
+};
+
 // Two rows of the weight and two tokens for each lane.
-__device__ __forceinline__ void write(float* out, const float4& sum, int group, int pair, int warp, int lane, int rows,
-                                      int outputs, int out_stride) {
+__device__ __forceinline__ void write(const Results& to, const float4& sum, int group, int pair, int warp, int lane) {
     const int n = pair * PAIR_ROWS + warp * 16 + (lane >> 2);
 #pragma unroll
     for (int e = 0; e < 2; e++) {
         const int m = 8 * group + 2 * (lane & 3) + e;
-        if (m >= rows) continue;
+        if (m >= to.rows) continue;
         const float factor = __uint_as_float(shared_uint32(FACTORS_AT + 4 * m));
-        float* to = out + (uint64)m * out_stride + n;
-        if (n < outputs) to[0] = (e ? sum.y : sum.x) * factor;
-        if (n + 8 < outputs) to[8] = (e ? sum.w : sum.z) * factor;
+        float* at = to.out + (uint64)m * to.out_stride + n;
+        if (n < to.outputs) at[0] = (e ? sum.y : sum.x) * factor;
+        if (n + 8 < to.outputs) at[8] = (e ? sum.w : sum.z) * factor;
     }
 }
 
+// silu(gate) up, by the approximations of the small kernels in Triton.
+__device__ __forceinline__ float swiglu(float gate, float up) {
+    float power;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(gate * -1.44269502f));
+    return up * (gate * reciprocal(1.0f + power));
+}
+
+__device__ __forceinline__ void store_half(float* out, uint64 at, float v) {
+    unsigned short half;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(half) : "f"(v));
+    ((unsigned short*)out)[at] = half;
+}
+
+// Of a pair of tiles with SWIGLU; ``warp`` counts those of a tile.
+__device__ __forceinline__ void write_gated(const Results& to, const float4& gate, const float4& up, int group, int pair, int warp,
+                                            int lane) {
+    const int n = pair * (PAIR_ROWS / 2) + warp * 16 + (lane >> 2);
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+        const int m = 8 * group + 2 * (lane & 3) + e;
+        if (m >= to.rows) continue;
+        const float factor = __uint_as_float(shared_uint32(FACTORS_AT + 4 * m));
+        const float scale = __uint_as_float(shared_uint32(SCALES_AT + 4 * m));
+        const uint64 at = (uint64)m * to.out_stride + n;
+        store_half(to.out, at, swiglu((e ? gate.y : gate.x) * factor, (e ? up.y : up.x) * factor) * scale);
+        store_half(to.out, at + 8, swiglu((e ? gate.w : gate.z) * factor, (e ? up.w : up.z) * factor) * scale);
+    }
+}
+
+// The warps that have the same rows of gate and of up meet, and the first of them finishes both.
+__device__ __forceinline__ void finish(const Results& to, const float4& sum, int group, int pair, int warp, int lane) {
+    if (!SWIGLU) {
+        write(to, sum, group, pair, warp, lane);
+        return;
+    }
+    const int of_tile = warp % (CONSUMERS / 2);
+    const uint32 at = EXCHANGE_AT + 16 * (32 * of_tile + lane);
+    if (warp >= CONSUMERS / 2)
+        asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(at), "f"(sum.x), "f"(sum.y), "f"(sum.z), "f"(sum.w) : "memory");
+    asm volatile("bar.sync %0, 64;" ::"r"(2 + of_tile) : "memory");
+    if (warp < CONSUMERS / 2) {
+        const uint4 v = shared_uint4(at);
+        const float4 up = {__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w)};
+        write_gated(to, sum, up, group, pair, of_tile, lane);
+    }
+    asm volatile("bar.sync %0, 64;" ::"r"(2 + of_tile) : "memory");
+}
+
+// What brings row m of SWIGLU's results into the range of float16: its bound becomes 2^14 to 2^15. The factor undoes it.
+__device__ __forceinline__ void scale_row(int m, float bound, float* factors) {
+    const int exponent = max((int)(__float_as_uint(bound) >> 23) - 127, -112);
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(SCALES_AT + 4 * m), "r"((127 + 14 - exponent) << 23) : "memory");
+    if (blockIdx.x == 0) factors[m] = __uint_as_float((127 - 14 + exponent) << 23);
+}
+
 // Adds up what the parts of the rest have left, 16 rows of eight tokens to a warp, while the others do whole pairs.
-__device__ __forceinline__ void add_up_rest(const Cut& cut, float* out, uint4* pieces, int adder, int lane, int rows, int outputs,
-                                            int out_stride) {
-    const int groups = (rows + 7) / 8, tasks = cut.rest * groups * CONSUMERS;
+__device__ __forceinline__ void add_up_rest(const Cut& cut, const Results& to, uint4* pieces, int adder, int lane) {
+    constexpr int WARPS = SWIGLU ? CONSUMERS / 2 : CONSUMERS;
+    const int groups = (to.rows + 7) / 8, tasks = cut.rest * groups * WARPS;
 #pragma unroll 1
     for (int task = adder * gridDim.x + blockIdx.x; task < tasks; task += ADDERS * gridDim.x) {
-        const int left_by = task % CONSUMERS, group = task / CONSUMERS % groups, pair = task / CONSUMERS / groups;
+        const int left_by = task % WARPS, group = task / WARPS % groups, pair = task / WARPS / groups;
         const Share share(pair, cut);
         if (share.alone()) continue;
-        const float4 sum = of_all_parts<2>({}, pieces + (group * CONSUMERS + left_by) * 32 + lane, share, -1);
-        write(out, sum, group, pair, left_by, lane, rows, outputs, out_stride);
+        uint4* piece = pieces + (group * CONSUMERS + left_by) * 32 + lane;
+        const float4 sum = of_all_parts<2>({}, piece, share, -1);
+        if (SWIGLU)
+            write_gated(to, sum, of_all_parts<2>({}, piece + WARPS * 32, share, -1), group, pair, left_by, lane);
+        else
+            write(to, sum, group, pair, left_by, lane);
     }
 }
 
 // x is a tensor [columns / 64, rows, 64] of float16; ``factors`` and ``out`` begin at ``first_row``. ``pieces`` is
-// [part, 2, TOKENS / 8, thread], all EMPTY before and after. ``zero`` is 0.
+// [part, 2, TOKENS / 8, thread], all EMPTY before and after. ``zero`` is 0. With SWIGLU ``norms`` are those of the rows of x,
+// squared, ``longest`` the product of the norms of gate's and up's longest rows, and ``out_factors`` what the rows that leave are to
+// be multiplied by.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     product(const __grid_constant__ TensorMap x, const uint8* __restrict__ weights, const float* factors, float* out,
             uint4* pieces, int first_row, int rows, int outputs, int out_stride, int tiles, int blocks, int whole,
-            int sharers, uint32 zero) {
+            int sharers, uint32 zero, const float* norms, float longest, float* out_factors) {
     // Through a shuffle, so that the compiler sees that it is the same for the whole warp, which wgmma needs.
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0), lane = threadIdx.x & 31;
     const Cut cut(tiles, blocks, whole, sharers);
+    const Results to = {out, rows, outputs, out_stride};
     const int early = min(STAGES, cut.count);
     asm volatile("griddepcontrol.launch_dependents;");
 
@@ -619,15 +690,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         } else if (warp > CONSUMERS) {
             asm volatile("griddepcontrol.wait;" ::: "memory");
             factors_are_there();
-            if (whole) add_up_rest(cut, out, pieces, warp - CONSUMERS - 1, lane, rows, outputs, out_stride);
+            if (whole) add_up_rest(cut, to, pieces, warp - CONSUMERS - 1, lane);
         }
         return;
     }
     asm volatile("setmaxnreg.inc.sync.aligned.u32 112;");
     FORM form(warp, lane, Opaque{lane & zero});
     asm volatile("griddepcontrol.wait;" ::: "memory");
-    if (threadIdx.x < rows)
+    if (threadIdx.x < rows) {
         asm volatile("st.shared.f32 [%0], %1;" ::"r"(FACTORS_AT + 4 * threadIdx.x), "f"(global_float(factors + threadIdx.x)));
+        if (SWIGLU) scale_row(threadIdx.x, global_float(norms + threadIdx.x) * longest, out_factors);
+    }
     factors_are_there();
     float sums[TOKENS / 2];  // sums[4 i + 2 r + e]: row g + 8 r of the warp, token 8 i + 2 t + e
     uint32 even[16], odd[16];
@@ -691,7 +764,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             const uint4 own = of_group(sums, group);
             float4 sum = {__uint_as_float(own.x), __uint_as_float(own.y), __uint_as_float(own.z), __uint_as_float(own.w)};
             if (!share.alone()) sum = of_all_parts<8>(own, pieces + group * 32 * CONSUMERS + 32 * warp + lane, share, blockIdx.x);
-            write(out, sum, group, begin.pair, warp, lane, rows, outputs, out_stride);
+            finish(to, sum, group, begin.pair, warp, lane);
         }
     }
 }

@@ -25,8 +25,8 @@ from paceline.ops.linear.rows import Rows
 from paceline.ops.linear.tiles import TILE_ROWS, TiledWeight, unit_bytes
 from paceline.ops.quant import fields
 
-VERSION = 3
-"""Of the arithmetic: raise it when the bits of a product change."""
+VERSION = 4
+"""Of the arithmetic: raise it when the bits of a product or of what it makes of its results change."""
 FORMS = ("IQ4_XS", "Q4_K", "Q5_K", "Q6_K", "Q8_0")
 _WIDTHS = (8, 16, 24, 32, 40, 48, 56, 64)
 """Columns of the instruction, of which the last is also the number of rows in a launch."""
@@ -34,8 +34,8 @@ _PAIR_ROWS = 2 * TILE_ROWS
 _CONSUMERS = 16
 _THREADS = 32 * _CONSUMERS + 128
 _SHARED_BEGIN, _SHARED_END = 1 << 10, 228 << 10
-_SMALL_BYTES = 512
-"""Of barriers and row factors in shared memory."""
+_SMALL_BYTES, _SCALE_BYTES, _EXCHANGE_BYTES = 512, 512, 4096
+"""In shared memory: of barriers and row factors; with SwiGLU, of row scales, and of what warps leave for others."""
 _EMPTY = 0xFFFACADE
 """Bits of a NaN that arithmetic does not make."""
 _SOURCE = Path(__file__).with_suffix(".cu")
@@ -44,24 +44,42 @@ _SOURCE = Path(__file__).with_suffix(".cu")
 def decode(x: Rows, weight: TiledWeight) -> Tensor:
     """x [M, K] times weight [N, K] transposed -> float32 [M, N], for a weight in one of ``FORMS``."""
     out = torch.empty(x.rows, weight.shape[0], device=x.device)
-    with torch.cuda.device(x.device):
-        for first in range(0, x.rows, _WIDTHS[-1]):
-            _decode_rows(x, weight, out, first, min(_WIDTHS[-1], x.rows - first))
+    _in_launches(x, weight, out)
     return out
 
 
-def _decode_rows(x: Rows, weight: TiledWeight, out: Tensor, first: int, rows: int) -> None:
+def decode_swiglu(x: Rows, weight: TiledWeight, longest: float) -> Rows:
+    """silu(gate) up of x [M, K], for a weight [2 F, K] in one of ``FORMS`` whose upper half is gate's and whose lower is up's,
+    F being a multiple of ``COLUMN_STEP``. ``longest`` bounds the product of the norms of a row of either."""
+    width = weight.shape[0] // 2
+    values = torch.empty(x.values.shape[0], width, dtype=torch.float16, device=x.device)
+    result = Rows(values, torch.empty(len(values), device=x.device), x.rows, width)
+    _in_launches(x, weight, values, result.factors, longest)
+    return result
+
+
+def _in_launches(x: Rows, weight: TiledWeight, out: Tensor, factors: Tensor | None = None, longest: float = 0.0) -> None:
+    """Results go to ``out`` [M, ...], which with SwiGLU has the ``factors`` [M] beside it."""
     device = x.values.device.index
-    tokens = next(width for width in _WIDTHS if rows <= width)
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     parts, whole, sharers = _cut(weight.tiles, weight.blocks, processors)
-    kernel = _kernel(device, weight.form, tokens)
-    pointers = [weight.data, x.factors[first:], out[first:], _pieces(device)]
-    numbers = [first, rows, out.shape[1], out.stride(0), weight.tiles, weight.blocks, whole, sharers, 0]
-    arguments: list[nvrtc.Argument] = [_tensor_map(x.values, tokens)]
-    arguments += [ctypes.c_void_p(tensor.data_ptr()) for tensor in pointers]
-    arguments += [ctypes.c_int(number) for number in numbers]
-    nvrtc.launch(kernel, (parts, 1, 1), _THREADS, arguments, _SHARED_END - _SHARED_BEGIN)
+    with torch.cuda.device(device):
+        for first in range(0, x.rows, _WIDTHS[-1]):
+            rows = min(_WIDTHS[-1], x.rows - first)
+            tokens = next(width for width in _WIDTHS if rows <= width)
+            pointers = [weight.data, x.factors[first:], out[first:], _pieces(device)]
+            numbers = [first, rows, out.shape[1], out.stride(0), weight.tiles, weight.blocks, whole, sharers, 0]
+            arguments: list[nvrtc.Argument] = [_tensor_map(x.values, tokens)]
+            arguments += [ctypes.c_void_p(tensor.data_ptr()) for tensor in pointers]
+            arguments += [ctypes.c_int(number) for number in numbers]
+            if factors is not None:
+                assert x.norms is not None, "SwiGLU takes rows that have norms"
+                arguments += [ctypes.c_void_p(x.norms[first:].data_ptr()), ctypes.c_float(longest)]
+                arguments += [ctypes.c_void_p(factors[first:].data_ptr())]
+            else:
+                arguments += [ctypes.c_void_p(), ctypes.c_float(), ctypes.c_void_p()]
+            kernel = _kernel(device, weight.form, tokens, factors is not None)
+            nvrtc.launch(kernel, (parts, 1, 1), _THREADS, arguments, _SHARED_END - _SHARED_BEGIN)
 
 
 def _cut(tiles: int, blocks: int, processors: int) -> tuple[int, int, int]:
@@ -93,7 +111,7 @@ def _pieces(device: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """Addresses in the shared memory of a CTA; ``table`` is 0 where there is none."""
+    """Addresses in the shared memory of a CTA; ``table`` is 0 where there is none, ``exchange`` is for SwiGLU alone."""
 
     stages: int
     x: int
@@ -101,27 +119,31 @@ class _Layout:
     last_weights: int
     barriers: int
     table: int
+    exchange: int
 
 
-def _layout(form: str, tokens: int) -> _Layout:
+def _layout(form: str, tokens: int, swiglu: bool = False) -> _Layout:
     """As many buffers as there is room for. IQ4_XS has a table of 64 KiB, at a multiple of that."""
     x_bytes, weight_bytes = tokens * 512, 2 * unit_bytes(form)
+    small, exchange = _SMALL_BYTES + swiglu * _SCALE_BYTES, swiglu * _EXCHANGE_BYTES
     if form == "IQ4_XS":
         table, behind = 2 << 16, 3 << 16
-        stages = min(6, 1 + (table - _SHARED_BEGIN - x_bytes) // (x_bytes + weight_bytes))
-        return _Layout(stages, _SHARED_BEGIN, _SHARED_BEGIN + stages * x_bytes, behind, behind + weight_bytes, table)
-    stages = min(6, (_SHARED_END - _SHARED_BEGIN - _SMALL_BYTES) // (x_bytes + weight_bytes))
+        stages = min(6, 1 + (table - _SHARED_BEGIN - exchange - x_bytes) // (x_bytes + weight_bytes))
+        weights = _SHARED_BEGIN + stages * x_bytes
+        end = weights + (stages - 1) * weight_bytes
+        return _Layout(stages, _SHARED_BEGIN, weights, behind, behind + weight_bytes, table, end)
+    stages = min(6, (_SHARED_END - _SHARED_BEGIN - small - exchange) // (x_bytes + weight_bytes))
     weights = _SHARED_BEGIN + stages * x_bytes
     end = weights + stages * weight_bytes
-    return _Layout(stages, _SHARED_BEGIN, weights, end - weight_bytes, end, 0)
+    return _Layout(stages, _SHARED_BEGIN, weights, end - weight_bytes, end, 0, end + small)
 
 
 # Compilation -----------------------------------------------------------------------------------------------------------
 
 
-def source(form: str, tokens: int) -> str:
-    """``hopper.cu`` for one form of weight and one number of tokens."""
-    layout = _layout(form, tokens)
+def source(form: str, tokens: int, swiglu: bool = False) -> str:
+    """``hopper.cu`` for one form of weight and one number of tokens, with SwiGLU or without."""
+    layout = _layout(form, tokens, swiglu)
     constants = {
         "FORM": form,
         "EMPTY": f"0x{_EMPTY:08x}u",
@@ -132,6 +154,8 @@ def source(form: str, tokens: int) -> str:
         "LAST_WEIGHTS_AT": layout.last_weights,
         "BARRIERS_AT": layout.barriers,
         "TABLE": layout.table,
+        "EXCHANGE_AT": layout.exchange,
+        "SWIGLU": int(swiglu),
         **_codebook(),
     }
     lines = [f"#define {name} {value}" for name, value in constants.items()]
@@ -166,11 +190,11 @@ def _multiply(tokens: int) -> str:
 
 
 @functools.cache
-def _kernel(device: int, form: str, tokens: int) -> ctypes.c_void_p:
+def _kernel(device: int, form: str, tokens: int, swiglu: bool) -> ctypes.c_void_p:
     """product(), loaded on the current device."""
     if (reserved := nvrtc.reserved_shared_memory(device)) != _SHARED_BEGIN:
         raise RuntimeError(f"shared memory begins at {reserved}, hopper.cu was laid out for {_SHARED_BEGIN}")
-    return nvrtc.load(source(form, tokens), "product", _SHARED_END - _SHARED_BEGIN)
+    return nvrtc.load(source(form, tokens, swiglu), "product", _SHARED_END - _SHARED_BEGIN)
 
 
 def _tensor_map(values: Tensor, tokens: int) -> ctypes.Array[ctypes.c_char]:

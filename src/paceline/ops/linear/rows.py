@@ -19,13 +19,15 @@ class Rows:
 
     ``values`` float16 [R, C], contiguous, R and C being multiples of 256 that are at least ``rows`` and ``columns``: columns
     from ``columns`` on are zero, rows from ``rows`` on hold anything. ``factors`` float32 [R]: powers of two that undo what
-    brought a row into the range of float16. For float32 weights ``values`` is float32.
+    brought a row into the range of float16. For float32 weights ``values`` is float32. ``norms`` float32 [R], if there are
+    any, are the squared norms of x's rows.
     """
 
     values: Tensor
     factors: Tensor
     rows: int
     columns: int
+    norms: Tensor | None = None
 
     def __post_init__(self) -> None:
         held, width = self.values.shape

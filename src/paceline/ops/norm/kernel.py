@@ -27,6 +27,7 @@ def add_rms_norm(
     rows, size = x.shape
     total = x if delta is None else torch.empty(rows, size, dtype=torch.float32, device=x.device)
     values, factors, width = row_outputs(rows, size, x.device, operand)
+    norms = None if factors is None else torch.empty_like(factors)
     length, first, rest, warps = strips(width)
     if rows:
         _add_norm[(rows,)](
@@ -36,6 +37,7 @@ def add_rms_norm(
             total,
             values,
             factors,
+            norms,
             x.stride(0) // 4,
             0 if delta is None else delta.stride(0) // 4,
             eps,
@@ -47,7 +49,7 @@ def add_rms_norm(
             num_warps=warps,
             **pdl(x.device),
         )
-    return total, finished(values, factors, rows, size)
+    return total, finished(values, factors, rows, size, norms)
 
 
 def gated_output(o: Tensor, z: Tensor, weight: Tensor, eps: float, operand: torch.dtype | None = None) -> Tensor | Rows:
@@ -109,8 +111,8 @@ def _added(x, delta, at, inside):
 
 
 @triton.jit
-def _sum_and_largest(sum_a, largest_a, sum_b, largest_b):
-    return sum_a + sum_b, tl.maximum(largest_a, largest_b)
+def _sums_and_largest(sum_a, other_a, largest_a, sum_b, other_b, largest_b):
+    return sum_a + sum_b, other_a + other_b, tl.maximum(largest_a, largest_b)
 
 
 @triton.jit(do_not_specialize=["x_stride", "delta_stride"])
@@ -121,6 +123,7 @@ def _add_norm(
     total,
     values,
     factors,
+    norms,
     x_stride,
     delta_stride,
     eps,
@@ -147,14 +150,18 @@ def _add_norm(
         tl.store(total + row * SIZE + at, first, mask=within)
         tl.store(total + row * SIZE + more, rest, mask=inside)
     square = tl.sum(first * first, 0) + tl.sum(rest * rest, 0)
-    # The largest magnitude behind the norm is known before it, but for a rounding: one walk through the warps finds both.
-    largest = tl.maximum(tl.max(tl.abs(first * factor), 0), tl.max(tl.abs(rest * more_factors), 0))
-    square, largest = tl.reduce((square, largest), 0, _sum_and_largest)
+    # The largest magnitude behind the norm, and how long the row is then, are known before it, but for a rounding: one walk
+    # through the warps finds all.
+    weighted, more_weighted = first * factor, rest * more_factors
+    largest = tl.maximum(tl.max(tl.abs(weighted), 0), tl.max(tl.abs(more_weighted), 0))
+    norm = tl.sum(weighted * weighted, 0) + tl.sum(more_weighted * more_weighted, 0)
+    square, norm, largest = tl.reduce((square, norm, largest), 0, _sums_and_largest)
     scale = 1.0 / tl.sqrt_rn(square / SIZE + eps)
     first = first * scale * factor
     rest = rest * scale * more_factors
     if factors is not None:
         first, rest = scaled(factors + row, largest * scale, first, rest)
+        tl.store(norms + row, norm * scale * scale)
     store_strips(values + row * WIDTH, first, at, at < WIDTH, rest, more, more < WIDTH)
 
 

@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from paceline.ops import nvrtc
+from paceline.ops.dispatch import uses_kernels, uses_special_kernels
+from paceline.ops.linear import Merged, Rows, TiledWeight, expanded, hopper
+from paceline.ops.linear.rows import COLUMN_STEP
+from paceline.ops.linear.tiles import TILE_ROWS as TILE
+from paceline.ops.mlp import ref
+from paceline.types import RowKind
+
+__all__ = ["longest_rows", "mlp_hidden"]
+
+_ROWS_AT_ONCE = 4096
+
+
+def mlp_hidden(
+    x: Tensor | Rows, gate_up: Merged, longest: float | None, kind: RowKind, operand: torch.dtype | None = None
+) -> Tensor | Rows:
+    """See ``ref.mlp_hidden``. Decode rows that come from a norm are one launch on Hopper GPUs."""
+    if kind == "decode" and longest is not None and isinstance(x, Rows) and x.norms is not None and uses_special_kernels():
+        weight = gate_up.weights[0]
+        assert isinstance(weight, TiledWeight)
+        return hopper.decode_swiglu(x, weight, longest)
+    return ref.mlp_hidden(x, gate_up, longest, kind, operand)
+
+
+def longest_rows(gate_up: Merged) -> float | None:
+    """The norm of gate's longest row times that of up's, by which a row's hidden numbers are bounded; None where no launch
+    multiplies by both and applies SwiGLU."""
+    weight, *others = gate_up.weights
+    (_, gate), (_, up) = gate_up.parts
+    features = gate.stop - gate.start
+    if others or not isinstance(weight, TiledWeight) or weight.form not in hopper.FORMS:
+        return None
+    if features % COLUMN_STEP or (up.start, up.stop) != (features, 2 * features):
+        return None
+    if not (uses_kernels(weight.data.device) and nvrtc.available(weight.data.device)):
+        return None
+    dense = expanded(weight, 2 * weight.tiles * TILE * weight.columns)[0]
+    assert isinstance(dense, TiledWeight) and dense.expanded is not None
+    parts = [torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32) for rows in dense.expanded.split(_ROWS_AT_ONCE)]
+    norms = torch.cat(parts)
+    return float(norms[:features].max() * norms[features:].max())
