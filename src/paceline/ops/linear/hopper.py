@@ -49,7 +49,7 @@ def decode(x: Rows, weight: TiledWeight) -> Tensor:
 
 
 def decode_swiglu(x: Rows, weight: TiledWeight, longest: float) -> Rows:
-    """silu(gate) up of x [M, K], for a weight [2 F, K] in one of ``FORMS`` whose upper half is gate's and whose lower is up's,
+    """silu(gate) up of x [M, K], for a weight [2 F, K] in one of ``FORMS`` whose first half is gate's and whose second is up's,
     F being a multiple of ``COLUMN_STEP``. ``longest`` bounds the product of the norms of a row of either."""
     width = weight.shape[0] // 2
     values = torch.empty(x.values.shape[0], width, dtype=torch.float16, device=x.device)
@@ -58,17 +58,29 @@ def decode_swiglu(x: Rows, weight: TiledWeight, longest: float) -> Rows:
     return result
 
 
-def _in_launches(x: Rows, weight: TiledWeight, out: Tensor, factors: Tensor | None = None, longest: float = 0.0) -> None:
-    """Results go to ``out`` [M, ...], which with SwiGLU has the ``factors`` [M] beside it."""
+def decode_apart(x: Rows, weight: TiledWeight) -> Tensor:
+    """As ``decode``, but [P, M, N], whose sum over P, in order, has the bits of that: nobody waits for others. P is 1 where
+    most tiles are summed by one CTA anyhow, or by too many."""
+    slots = _slots(weight.tiles, weight.blocks, _processors(x.values.device.index))
+    if not slots:
+        return decode(x, weight)[None]
+    out = torch.empty(slots, x.rows, weight.shape[0], device=x.device)
+    _in_launches(x, weight, out, slots=slots)
+    return out
+
+
+def _in_launches(
+    x: Rows, weight: TiledWeight, out: Tensor, factors: Tensor | None = None, longest: float = 0.0, slots: int = 0
+) -> None:
+    """Results go to ``out`` [M, ...], which with SwiGLU has the ``factors`` [M] beside it, or to [slots, M, ...]."""
     device = x.values.device.index
-    processors = torch.cuda.get_device_properties(device).multi_processor_count
-    parts, whole, sharers = _cut(weight.tiles, weight.blocks, processors)
+    parts, whole, sharers = _cut(weight.tiles, weight.blocks, _processors(device))
     with torch.cuda.device(device):
         for first in range(0, x.rows, _WIDTHS[-1]):
             rows = min(_WIDTHS[-1], x.rows - first)
             tokens = next(width for width in _WIDTHS if rows <= width)
-            pointers = [weight.data, x.factors[first:], out[first:], _pieces(device)]
-            numbers = [first, rows, out.shape[1], out.stride(0), weight.tiles, weight.blocks, whole, sharers, 0]
+            pointers = [weight.data, x.factors[first:], out[..., first:, :], _pieces(device)]
+            numbers = [first, rows, out.shape[-1], out.stride(-2), weight.tiles, weight.blocks, whole, sharers, 0]
             arguments: list[nvrtc.Argument] = [_tensor_map(x.values, tokens)]
             arguments += [ctypes.c_void_p(tensor.data_ptr()) for tensor in pointers]
             arguments += [ctypes.c_int(number) for number in numbers]
@@ -78,8 +90,28 @@ def _in_launches(x: Rows, weight: TiledWeight, out: Tensor, factors: Tensor | No
                 arguments += [ctypes.c_void_p(factors[first:].data_ptr())]
             else:
                 arguments += [ctypes.c_void_p(), ctypes.c_float(), ctypes.c_void_p()]
-            kernel = _kernel(device, weight.form, tokens, factors is not None)
+            arguments += [ctypes.c_int(x.rows)]
+            kernel = _kernel(device, weight.form, tokens, factors is not None, slots)
             nvrtc.launch(kernel, (parts, 1, 1), _THREADS, arguments, _SHARED_END - _SHARED_BEGIN)
+
+
+def _processors(device: int) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+_MOST_SLOTS = 8
+
+
+def _slots(tiles: int, blocks: int, processors: int) -> int:
+    """The most parts that a pair has, 0 if its sums are not for others to add up."""
+    parts, whole, sharers = _cut(tiles, blocks, processors)
+    if whole or parts == 1:
+        return 0
+    steps = -(-tiles // 2) * blocks
+    begins = [part * steps // sharers // blocks for part in range(parts)] + [-(-tiles // 2)]
+    ends = [((part + 1) * steps // sharers - 1) // blocks for part in range(parts)]
+    most = max(sum(begins[part] <= pair <= ends[part] for part in range(parts)) for pair in range(-(-tiles // 2)))
+    return most if most <= _MOST_SLOTS else 0
 
 
 def _cut(tiles: int, blocks: int, processors: int) -> tuple[int, int, int]:
@@ -141,8 +173,8 @@ def _layout(form: str, tokens: int, swiglu: bool = False) -> _Layout:
 # Compilation -----------------------------------------------------------------------------------------------------------
 
 
-def source(form: str, tokens: int, swiglu: bool = False) -> str:
-    """``hopper.cu`` for one form of weight and one number of tokens, with SwiGLU or without."""
+def source(form: str, tokens: int, swiglu: bool = False, slots: int = 0) -> str:
+    """``hopper.cu`` for one form of weight and one number of tokens, with SwiGLU or without, or sums apart in slots."""
     layout = _layout(form, tokens, swiglu)
     constants = {
         "FORM": form,
@@ -156,6 +188,7 @@ def source(form: str, tokens: int, swiglu: bool = False) -> str:
         "TABLE": layout.table,
         "EXCHANGE_AT": layout.exchange,
         "SWIGLU": int(swiglu),
+        "SLOTS": slots,
         **_codebook(),
     }
     lines = [f"#define {name} {value}" for name, value in constants.items()]
@@ -190,11 +223,11 @@ def _multiply(tokens: int) -> str:
 
 
 @functools.cache
-def _kernel(device: int, form: str, tokens: int, swiglu: bool) -> ctypes.c_void_p:
+def _kernel(device: int, form: str, tokens: int, swiglu: bool, slots: int) -> ctypes.c_void_p:
     """product(), loaded on the current device."""
     if (reserved := nvrtc.reserved_shared_memory(device)) != _SHARED_BEGIN:
         raise RuntimeError(f"shared memory begins at {reserved}, hopper.cu was laid out for {_SHARED_BEGIN}")
-    return nvrtc.load(source(form, tokens, swiglu), "product", _SHARED_END - _SHARED_BEGIN)
+    return nvrtc.load(source(form, tokens, swiglu, slots), "product", _SHARED_END - _SHARED_BEGIN)
 
 
 def _tensor_map(values: Tensor, tokens: int) -> ctypes.Array[ctypes.c_char]:
