@@ -10,9 +10,10 @@ import torch
 
 from paceline.config import EngineOptions
 from paceline.errors import ConfigError
+from paceline.ops.gdn import verify_arithmetic
 from paceline.ops.linear import decode_arithmetic
 
-KERNEL_TABLE = 4
+KERNEL_TABLE = 5
 """Version of the ops' tile sizes, splits and orders of summation. Raise it whenever one of them changes."""
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -58,6 +59,7 @@ def describe(options: EngineOptions) -> str:
     }
     if device.type == "cuda":
         parts["decode product"] = decode_arithmetic(device)
+        parts["delta rule"] = verify_arithmetic(device)
     return "; ".join(f"{name}={value}" for name, value in parts.items())
 
 
