@@ -53,15 +53,15 @@ __device__ __forceinline__ void copy(float4* to, const float* from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(at), "l"(from) : "memory");
 }
 
-// A state is read once.
+// A state is read once, and past the L1 cache, where nothing of it can be left from before the last commit.
 template <int N>
 __device__ __forceinline__ void committed(float* x, const float* at) {
     if constexpr (N == 4)
-        asm volatile("ld.global.nc.L1::no_allocate.v4.f32 {%0, %1, %2, %3}, [%4];"
+        asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];"
                      : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3])
                      : "l"(at));
     else
-        asm volatile("ld.global.nc.L1::no_allocate.v2.f32 {%0, %1}, [%2];" : "=f"(x[0]), "=f"(x[1]) : "l"(at));
+        asm volatile("ld.global.cg.v2.f32 {%0, %1}, [%2];" : "=f"(x[0]), "=f"(x[1]) : "l"(at));
 }
 
 // The instructions that Triton makes of exp in replay, which has to find the same number.
@@ -210,11 +210,12 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS)
     const int warp = __shfl_sync(ALL, threadIdx.x / 32, 0);
     const Thread thread(warp, threadIdx.x % 32);
     const int head = blockIdx.y, heads = gridDim.y, span = blockIdx.z, first_column = blockIdx.x * CTA_COLUMNS;
-    const int64 start = starts[span], length = lengths[span], state_of = lanes[span] * heads + head, key = head_map[head] * DK;
+    const int64 start = starts[span], length = lengths[span], lane = lanes[span], key = head_map[head] * DK;
     float s[4 * BANDS][COLUMNS];
     // Committed state changes between forwards only: it is on its way while the kernels before this one still run.
-    if (length) {
-        const float* tile = state + state_of * (DK * DV) + first_column + warp * WARP_COLUMNS;
+    // (No lane is negative, but asked for here it is fetched beside the length and not behind it.)
+    if ((length != 0) & (lane >= 0)) {
+        const float* tile = state + (lane * heads + head) * (DK * DV) + first_column + warp * WARP_COLUMNS;
         tile += 4 * thread.part * DV + thread.group * VECTOR;
 #pragma unroll
         for (int i = 0; i < 4 * BANDS; i++)
