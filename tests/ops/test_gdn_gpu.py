@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,7 +12,8 @@ from torch import Tensor
 
 from paceline.batch import PackedBatch, facts, pack, unpack
 from paceline.ops.conv import advance_history
-from paceline.ops.gdn import GdnInputs, ReplayLog, gdn_inputs, gdn_prefill, gdn_replay, gdn_verify
+from paceline.ops.dispatch import force
+from paceline.ops.gdn import GdnInputs, ReplayLog, gdn_inputs, gdn_prefill, gdn_replay, gdn_verify, verify_arithmetic
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
@@ -84,6 +88,13 @@ def poison() -> None:
         torch.full((size,), torch.nan, device=DEVICE) for size in (2**10, 2**14, 2**17, 2**18, 2**20) for _ in range(4)
     ]
     del blocks
+
+
+@pytest.fixture(params=[False, True], ids=["", "portable"])
+def kernels(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Those of this GPU, and those that run on every GPU."""
+    with force("portable") if request.param else nullcontext():
+        yield
 
 
 def padded_batch(lengths: list[int], lanes: list[int], rows: int, spans: int, spare: int) -> PackedBatch:
@@ -171,6 +182,7 @@ def test_inputs(shape: tuple[int, int, int, int], magnitude: float) -> None:
         start += length
 
 
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_batch_that_is_filled_up_has_the_bits_of_one_that_is_not(shape: tuple[int, int, int, int]) -> None:
     lengths, lanes, real, head_map = [3, 8, 1], [4, 0, 3], 12, heads_of(shape, True)
@@ -193,6 +205,7 @@ def test_a_batch_that_is_filled_up_has_the_bits_of_one_that_is_not(shape: tuple[
     assert torch.equal(after.nan_to_num(7.0), expected.nan_to_num(7.0))
 
 
+@pytest.mark.usefixtures("kernels")
 def test_a_captured_round_runs_with_other_contents() -> None:
     """Inputs, verify, and the commit, captured once for 5 spans and 24 rows; then other lanes, lengths and keeps."""
     shape, rows, spans = SHAPES[0], 24, 5
@@ -250,6 +263,7 @@ def test_a_captured_round_runs_with_other_contents() -> None:
 # -- generated rows --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("tiled", [True, False])
 @pytest.mark.parametrize("magnitude", [1.0, 1e6])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -291,6 +305,7 @@ def stepped(rows: Rows, state: Tensor, head_map: Tensor) -> tuple[Tensor, Tensor
     return torch.cat(outs), torch.cat(deltas), after
 
 
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_spans_have_the_bits_of_steps_in_any_company(shape: tuple[int, int, int, int]) -> None:
     lengths, head_map = [8, 1, 3, 16, 2, 8], heads_of(shape, True)
@@ -315,6 +330,7 @@ def test_spans_have_the_bits_of_steps_in_any_company(shape: tuple[int, int, int,
                 assert torch.equal(got, expected.expand_as(got)), f"state, span {span} of {order}, keep {rows_kept}"
 
 
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("offset", [1, 4])
 def test_where_tensors_lie_does_not_matter(offset: int) -> None:
     shape, lengths, lanes = SHAPES[0], [3, 8], [1, 0]
@@ -332,6 +348,79 @@ def test_where_tensors_lie_does_not_matter(offset: int) -> None:
     q, k, v, beta, g, elsewhere = moved
     got = gdn_verify(q, k, v, beta, g, elsewhere, head_map, batch)
     assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1])
+
+
+# -- heads of 128 by 128, which some GPUs have a verify of their own for ----------------------------------------------------
+
+MODEL = (16, 48, 128, 128)
+
+
+def test_which_verify_this_is() -> None:
+    hopper = torch.cuda.get_device_capability(DEVICE) == (9, 0)
+    assert verify_arithmetic(DEVICE).startswith("hopper-" if hopper else "portable-")
+    with force("portable"):
+        assert verify_arithmetic(DEVICE).startswith("portable-")
+    with force("ref"):
+        assert verify_arithmetic(DEVICE).startswith("reference-")
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("count", range(1, 18))
+def test_any_number_of_rows(count: int) -> None:
+    """q and k in wider tensors; what is behind the last row stays as it is."""
+    head_map, state = heads_of(MODEL, False), states([4], MODEL)
+    q, k, v, beta, g = rows_of(count, MODEL)
+    expected = recurrence((q, k, v, beta, g), state[4], head_map)
+    q, k = torch.cat((q, q), dim=1)[:, :16], torch.cat((k, k), dim=1)[:, 16:]
+    log = torch.full((count + 3, *v.shape[1:]), torch.nan, device=DEVICE)
+    o, d = gdn_verify(q, k, v, beta, g, state, head_map, decode_batch([count], [4]), log)
+    close(o, expected[0], what="o")
+    close(d, expected[1], what="d")
+    assert d.data_ptr() == log.data_ptr() and log[count:].isnan().all()
+
+
+@pytest.mark.parametrize("spans", range(1, 9))
+def test_a_span_among_others_has_the_bits_of_one_alone(spans: int) -> None:
+    """Some spans are empty, those that fill up the batch too, and in the end one span's rows are NaN."""
+    lengths = [8, 1, 3, 0, 11, 2, 8, 5][:spans]
+    lanes, real, head_map = [4, 0, 3, 7, 8, 1, 6, 2][:spans], sum(lengths), heads_of(MODEL, False)
+    rows, state = rows_of(real + 2, MODEL), states(lanes, MODEL)
+    for x in rows:
+        x[real:] = torch.nan
+    offsets = [sum(lengths[:span]) for span in range(spans)]
+    parts = [cut(rows, offset, offset + length) for offset, length in zip(offsets, lengths, strict=True)]
+    alone = [
+        gdn_verify(*part, state, head_map, decode_batch([length], [lane])) if length else (part[2], part[2])
+        for part, length, lane in zip(parts, lengths, lanes, strict=True)
+    ]
+    for extra in (0, 1, 3):
+        o, d = gdn_verify(*rows, state, head_map, padded_batch(lengths, lanes, real + 2, spans + extra, 5))
+        assert torch.equal(o[:real], torch.cat([x for x, _ in alone])), f"o, {extra} spans of nobody"
+        assert torch.equal(d[:real], torch.cat([x for _, x in alone])), f"d, {extra} spans of nobody"
+    for x in rows:
+        x[lengths[0] - 1] = torch.nan
+    o, d = gdn_verify(*rows, state, head_map, padded_batch(lengths, lanes, real + 2, spans, 5))
+    assert o[lengths[0] - 1].isnan().all()
+    others = [row for row in range(real) if row != lengths[0] - 1]
+    assert torch.equal(o[others], torch.cat([x for x, _ in alone])[others])
+    assert torch.equal(d[others], torch.cat([x for _, x in alone])[others])
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("count", [2, 8, 9, 17])
+def test_a_walk_may_be_cut_and_committed_between(count: int) -> None:
+    """At every row: walk, replay of what was walked, walk of the rest."""
+    rows, state, head_map = rows_of(count, MODEL), states([2], MODEL), heads_of(MODEL, False)
+    o, d = gdn_verify(*rows, state, head_map, decode_batch([count], [2]))
+    for at in range(1, count):
+        first, second = cut(rows, 0, at), cut(rows, at, count)
+        before = gdn_verify(*first, state, head_map, decode_batch([at], [2]))
+        pool = state[None].clone()
+        keep = torch.tensor([at], device=DEVICE)
+        gdn_replay(pool, first[1][None], before[1][None], first[4][None], keep, head_map, decode_batch([at], [2]))
+        after = gdn_verify(*second, pool[0], head_map, decode_batch([count - at], [2]))
+        assert torch.equal(torch.cat((before[0], after[0])), o), f"o, cut at {at}"
+        assert torch.equal(torch.cat((before[1], after[1])), d), f"d, cut at {at}"
 
 
 # -- prompt rows -----------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import torch
 
 from paceline.config import EngineOptions
 from paceline.errors import ConfigError
+from paceline.ops.gdn import verify_arithmetic
 from paceline.ops.linear import decode_arithmetic
 
 KERNEL_TABLE = 5
@@ -58,6 +59,7 @@ def describe(options: EngineOptions) -> str:
     }
     if device.type == "cuda":
         parts["decode product"] = decode_arithmetic(device)
+        parts["delta rule"] = verify_arithmetic(device)
     return "; ".join(f"{name}={value}" for name, value in parts.items())
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-Argument = ctypes.c_void_p | ctypes.c_int | ctypes.c_float | ctypes.Array[ctypes.c_char]
+Argument = ctypes.c_void_p | ctypes.c_int | ctypes.c_int64 | ctypes.c_float | ctypes.Array[ctypes.c_char]
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""The gated delta rule in Triton; the mathematics is in ``ref.py``.
+"""The gated delta rule in Triton; the mathematics is in ``ref.py``. (Verify on Hopper GPUs is ``hopper.py``.)
 
 Verify and replay hold a tile [Dk, columns] of one head's state in registers and walk the rows of one span. What they do to
 a state is two roundings that are spelt out; with contraction off elsewhere too, a state has the same bits however its rows
@@ -17,6 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from paceline.batch import PackedBatch
 from paceline.config import CHUNK_SIZE
 from paceline.ops.conv.kernel import raw_input
+from paceline.ops.gdn import hopper
 from paceline.ops.gdn.ref import CHUNK_PLAN, GdnInputs, ReplayLog, chunk_facts
 from paceline.ops.launch import await_turn, await_turn_alone, has_little_shared_memory, pdl
 from paceline.transfer import to_device
@@ -215,18 +216,23 @@ def gdn_verify(
     batch: PackedBatch,
     log: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    q, k, v, state = _even(_packed_heads(q)), _even(_packed_heads(k)), _aligned(v), _aligned(state)
+    v, beta, g, state = _aligned(v), beta.contiguous(), g.contiguous(), _aligned(state)
     out = torch.empty(v.shape, dtype=torch.float32, device=v.device)
     delta = torch.empty_like(out) if log is None else log[: len(v)]
     assert delta.is_contiguous() and delta.data_ptr() % 16 == 0, "a log must be contiguous and aligned"
     heads, dk, dv = state.shape[1:]
+    if hopper.runs_on(v.device) and dk == dv == hopper.HEAD_DIM:
+        q, k = _for_descriptor(_packed_heads(q)), _for_descriptor(_packed_heads(k))
+        hopper.verify(q, k, v, beta, g, state, out, delta, head_map.contiguous(), batch)
+        return out, delta
+    q, k = _even(_packed_heads(q)), _even(_packed_heads(k))
     assert dk % 2 == 0, "q and k are read in pairs"
     _verify[triton.cdiv(dv, _VERIFY_WARPS * _VERIFY_COLUMNS), heads, batch.num_spans](
         q,
         k,
         v,
-        beta.contiguous(),
-        g.contiguous(),
+        beta,
+        g,
         state,
         out,
         delta,

@@ -49,8 +49,8 @@ def decode(x: Rows, weight: TiledWeight) -> Tensor:
 
 
 def decode_swiglu(x: Rows, weight: TiledWeight, longest: float) -> Rows:
-    """silu(gate) up of x [M, K], for a weight [2 F, K] in one of ``FORMS`` whose first half is gate's and whose second is up's,
-    F being a multiple of ``COLUMN_STEP``. ``longest`` bounds the product of the norms of a row of either."""
+    """silu(gate) up of x [M, K], for a weight [2 F, K] in one of ``FORMS`` whose first half is gate's and whose second one
+    is up's, F being a multiple of ``COLUMN_STEP``. ``longest`` bounds the product of the norms of a row of either."""
     width = weight.shape[0] // 2
     values = torch.empty(x.values.shape[0], width, dtype=torch.float16, device=x.device)
     result = Rows(values, torch.empty(len(values), device=x.device), x.rows, width)
