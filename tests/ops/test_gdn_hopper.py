@@ -28,8 +28,11 @@ def test_all_warps_of_up_to_eight_lanes_run_at_once(spans: int) -> None:
 
 
 def test_the_source_names_its_constants() -> None:
-    text = hopper.source(hopper.Form(4, 8, 2))
-    assert text.startswith("#define COLUMNS 4\n#define WARPS 8\n#define CTAS 2\n") and "griddepcontrol.wait" in text
+    text = hopper.source(hopper.Form(4, 8, 2, True))
+    assert (
+        text.startswith("#define COLUMNS 4\n#define WARPS 8\n#define CTAS 2\n#define RELOAD 1\n")
+        and "griddepcontrol.wait" in text
+    )
 
 
 def test_a_cpu_has_the_reference() -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from paceline.ops.linear import Merged, PackedWeight, Rows, TiledWeight, addends, expanded, linear, linears, merge, pack
+from paceline.ops.linear import Merged, PackedWeight, Rows, TiledWeight, expanded, linear, linears, merge, pack
 from paceline.ops.mlp import longest_rows, mlp_hidden
 from paceline.ops.norm import add_rms_norm, rms_norm
 from paceline.ops.quant import QuantTensor, dequantize_rows
@@ -55,11 +55,6 @@ class Linear(nn.Module):
     def forward(self, x: Tensor | Rows, kind: RowKind) -> Tensor:
         assert self.packed is not None, "pack() has not been called"
         return linear(x, self.packed, kind)
-
-    def addends(self, x: Tensor | Rows, kind: RowKind) -> Tensor:
-        """[N, out], or [P, N, out] of which the sum over P, in order, is meant."""
-        assert self.packed is not None, "pack() has not been called"
-        return addends(x, self.packed, kind)
 
 
 class Siblings:
@@ -131,8 +126,7 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.weight, self.eps)
 
     def after(self, x: Tensor, delta: Tensor | None, operand: torch.dtype | None) -> tuple[Tensor, Tensor | Rows]:
-        """(x + delta, its norm as the input of products of type ``operand``, or None: as a plain tensor). Of a delta
-        [P, N, H] the sum is meant."""
+        """(x + delta, its norm as the input of products of type ``operand``, or None: as a plain tensor)."""
         return add_rms_norm(x, delta, self.weight, self.eps, operand)
 
 
@@ -178,11 +172,4 @@ class MLP(nn.Module):
         self.longest = longest_rows(self.gate_up.weights)
 
     def forward(self, x: Tensor | Rows, kind: RowKind) -> Tensor:
-        return self.down_proj(self._hidden(x, kind), kind)
-
-    def addends(self, x: Tensor | Rows, kind: RowKind) -> Tensor:
-        """As ``Linear.addends``."""
-        return self.down_proj.addends(self._hidden(x, kind), kind)
-
-    def _hidden(self, x: Tensor | Rows, kind: RowKind) -> Tensor | Rows:
-        return mlp_hidden(x, self.gate_up.weights, self.longest, kind, self.operand)
+        return self.down_proj(mlp_hidden(x, self.gate_up.weights, self.longest, kind, self.operand), kind)

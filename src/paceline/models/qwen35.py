@@ -6,7 +6,6 @@ C convolution channels. Residual stream, norms, states and logits are float32; `
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -88,19 +87,16 @@ class Qwen35(nn.Module):
 
 
 class Hidden(NamedTuple):
-    """The residual stream of some rows [R, H]: ``x``, and what the last sublayer adds to it, which the next norm does. Of
-    decode rows that may be [P, R, H], to be added up."""
+    """The residual stream of some rows [R, H]: ``x``, and what the last sublayer adds to it, which the next norm does."""
 
     x: Tensor
     delta: Tensor | None = None
 
     def whole(self) -> Tensor:
-        if self.delta is None:
-            return self.x
-        return self.x + (self.delta if self.delta.ndim == 2 else functools.reduce(torch.add, self.delta))
+        return self.x if self.delta is None else self.x + self.delta
 
     def rows(self, index: Tensor) -> Hidden:
-        return Hidden(self.x[index], None if self.delta is None else self.delta[..., index, :])
+        return Hidden(self.x[index], None if self.delta is None else self.delta[index])
 
 
 class Layer(nn.Module):
@@ -126,7 +122,7 @@ class Layer(nn.Module):
             assert self.self_attn is not None
             delta = self.self_attn(n, angles, batch, view)
         x, n = self.post_attention_layernorm.after(x, delta, self.mlp.operand)
-        return Hidden(x, self.mlp.addends(n, batch.kind))
+        return Hidden(x, self.mlp(n, batch.kind))
 
 
 class GatedAttention(nn.Module):
@@ -152,7 +148,7 @@ class GatedAttention(nn.Module):
         norms = (self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
         q = attention_inputs(q, k, v, *norms, angles, view.k, view.v, batch.slots(view.page_table))
         o = attention(q, view.k, view.v, view.page_table, batch, scale=self.head_dim**-0.5, causal=True)
-        return self.o_proj.addends(gated_heads(o, gate, self.operand), batch.kind)
+        return self.o_proj(gated_heads(o, gate, self.operand), batch.kind)
 
 
 class GatedDeltaNet(nn.Module):
@@ -185,7 +181,7 @@ class GatedDeltaNet(nn.Module):
             o, state = gdn_prefill(*inputs, view.state, self.head_map, batch, of_states)
             view.advance(state, conv_history(raw, view.history, batch.span_lengths, batch, of_histories))
         z = z.unflatten(-1, (self.value_heads, self.value_dim))
-        return self.out_proj.addends(gated_output(o, z, self.norm.weight, self.norm.eps, self.operand), batch.kind)
+        return self.out_proj(gated_output(o, z, self.norm.weight, self.norm.eps, self.operand), batch.kind)
 
 
 class Conv1d(nn.Module):

@@ -29,11 +29,12 @@ _GROUPS = 4
 
 class Form(NamedTuple):
     """Columns of each thread, warps of a CTA, and how many CTAs a multiprocessor shall have room for, which limits the
-    registers of a thread."""
+    registers of a thread; ``reload``: k is read twice from shared memory rather than held."""
 
     columns: int
     warps: int
     ctas: int
+    reload: bool
 
     @property
     def parts(self) -> int:
@@ -41,9 +42,9 @@ class Form(NamedTuple):
         return HEAD_DIM // (_GROUPS * self.columns * self.warps)
 
 
-FORMS = (Form(2, 4, 6), Form(4, 4, 5), Form(8, 4, 3))
+FORMS = (Form(4, 4, 3, False), Form(4, 4, 5, True), Form(8, 4, 3, True))
 _SPANS = (3, 6)
-"""Up to how many spans each but the last is for: with 48 heads and 132 multiprocessors all warps run at once."""
+"""Up to how many spans each but the last is for."""
 _SOURCE = Path(__file__).with_name("verify.cu")
 
 
@@ -81,7 +82,8 @@ def form_for(spans: int) -> Form:
 
 
 def source(form: Form) -> str:
-    constants = f"#define COLUMNS {form.columns}\n#define WARPS {form.warps}\n#define CTAS {form.ctas}\n"
+    names = ("COLUMNS", "WARPS", "CTAS", "RELOAD")
+    constants = "".join(f"#define {name} {int(value)}\n" for name, value in zip(names, form, strict=True))
     return constants + _SOURCE.read_text(encoding="utf-8")
 
 

@@ -2,7 +2,7 @@
 // is in ref.py.
 //
 // hopper.py puts before this file COLUMNS, how many columns of a state a thread has, WARPS of a CTA and CTAS, how many of these a
-// multiprocessor shall have room for. No header is included.
+// multiprocessor shall have room for; RELOAD: a thread reads its rows of k once more rather than hold them. No header is included.
 //
 // A CTA walks the rows of one span with some columns of one head's state in registers. Eight threads of a warp share COLUMNS
 // columns: each has 16 of their rows, which in every band of 32 are the four that one load of 16 bytes of k or q brings. Both
@@ -131,6 +131,14 @@ struct Part {
             x[4 * band] = four.x, x[4 * band + 1] = four.y, x[4 * band + 2] = four.z, x[4 * band + 3] = four.w;
         }
     }
+    // The same once more: volatile, or the compiler would hold what it has.
+    __device__ __forceinline__ void reload(const float4 (&row)[DK / 4], int part) {
+#pragma unroll
+        for (int band = 0; band < BANDS; band++)
+            asm volatile("ld.volatile.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                         : "=f"(x[4 * band]), "=f"(x[4 * band + 1]), "=f"(x[4 * band + 2]), "=f"(x[4 * band + 3])
+                         : "r"((uint32)__cvta_generic_to_shared(&row[8 * band + part])));
+    }
 };
 
 // A thread's part of Sᵀx.
@@ -147,7 +155,7 @@ template <bool ADVANCE>
 __device__ __forceinline__ void step(float (&s)[4 * BANDS][COLUMNS], const Rows& rows, int row, const Thread& thread,
                                      float* out, float* delta) {
     float of_k[COLUMNS], of_q[COLUMNS];
-    const Part k(rows.k[row], thread.part);
+    Part k(rows.k[row], thread.part);
     read(of_k, s, k);
     const Gates gates = rows.gates[row];
     const float v = reinterpret_cast<const float*>(rows.v[row])[thread.own];
@@ -159,6 +167,7 @@ __device__ __forceinline__ void step(float (&s)[4 * BANDS][COLUMNS], const Rows&
     else if (COLUMNS == 4 || !(thread.lane & 8))  // two threads have both, and each stores what is behind its ``out``
         *out = thread.lane & 4 ? o : d;
     if (ADVANCE) {
+        if (RELOAD) k.reload(rows.k[row], thread.part);
 #pragma unroll
         for (int c = 0; c < COLUMNS; c++) {
             const float of_column = __shfl_sync(ALL, d, thread.group + owner_of(c));

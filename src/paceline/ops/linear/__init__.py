@@ -24,7 +24,6 @@ __all__ = [
     "PackedWeight",
     "Rows",
     "TiledWeight",
-    "addends",
     "decode_arithmetic",
     "expanded",
     "linear",
@@ -46,15 +45,6 @@ def linears(x: Tensor | Rows, weights: Sequence[PackedWeight | TiledWeight] | Me
         return _products(x, weights, kind)
     products = _products(x, weights.weights, kind)
     return [products[index][:, columns] for index, columns in weights.parts]
-
-
-def addends(x: Tensor | Rows, weight: PackedWeight | TiledWeight, kind: RowKind) -> Tensor:
-    """``linear`` [M, N], or [P, M, N] whose sum over P, in order, has the bits of that: the parts of its sums that a decode
-    product on a Hopper GPU would have to wait for."""
-    for_kernel = kind == "decode" and isinstance(x, Rows) and isinstance(weight, TiledWeight) and weight.form in hopper.FORMS
-    if for_kernel and uses_special_kernels() and nvrtc.available(x.device):
-        return hopper.decode_apart(x, weight)  # type: ignore[arg-type]
-    return linear(x, weight, kind)
 
 
 def decode_arithmetic(device: torch.device) -> str:

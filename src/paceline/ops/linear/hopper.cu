@@ -12,9 +12,6 @@
 // silu(gate) up where they are, and leave as rows of another product's x. What scales such a row to float16 has to be known before
 // any of it is: |gate| and |up| are at most the norm of the row of x times that of the weight's longest row.
 //
-// With SLOTS a pair's parts leave their sums apart, for whoever reads them to add up: out is [SLOTS, rows, outputs], the i-th part
-// of a pair has the i-th of it, and what no part has is zero.
-//
 // Each CTA has ``whole`` pairs alone, as many as there are for every CTA, possibly none. The pairs before those are the rest:
 // their steps, pair by pair, are cut into ``sharers`` equal parts, one for each of the first CTAs, which begins with it.
 //
@@ -629,21 +626,6 @@ __device__ __forceinline__ void scale_row(int m, float bound, float* factors) {
     if (blockIdx.x == 0) factors[m] = __uint_as_float((127 - 14 + exponent) << 23);
 }
 
-// The sums of a part, and zeros for the parts that its pair does not have, by the last that it has.
-__device__ __forceinline__ void leave_apart(Results to, const float (&sums)[TOKENS / 2], const Share& share, int all_rows, int pair,
-                                            int warp, int lane) {
-    const uint64 slot = (uint64)all_rows * to.out_stride;
-    const int own = blockIdx.x - share.first, end = (int)blockIdx.x == share.last ? SLOTS : own + 1;
-    for (int i = own; i < end; i++)
-#pragma unroll
-        for (int group = 0; group < TOKENS / 8; group++) {
-            Results at = to;
-            at.out += i * slot;
-            const float4 sum = {sums[4 * group], sums[4 * group + 1], sums[4 * group + 2], sums[4 * group + 3]};
-            if (8 * group < to.rows) write(at, i == own ? sum : float4{0.0f, 0.0f, 0.0f, 0.0f}, group, pair, warp, lane);
-        }
-}
-
 // Adds up what the parts of the rest have left, 16 rows of eight tokens to a warp, while the others do whole pairs.
 __device__ __forceinline__ void add_up_rest(const Cut& cut, const Results& to, uint4* pieces, int adder, int lane) {
     constexpr int WARPS = SWIGLU ? CONSUMERS / 2 : CONSUMERS;
@@ -665,11 +647,11 @@ __device__ __forceinline__ void add_up_rest(const Cut& cut, const Results& to, u
 // x is a tensor [columns / 64, rows, 64] of float16; ``factors`` and ``out`` begin at ``first_row``. ``pieces`` is
 // [part, 2, TOKENS / 8, thread], all EMPTY before and after. ``zero`` is 0. With SWIGLU ``norms`` are those of the rows of x,
 // squared, ``longest`` the product of the norms of gate's and up's longest rows, and ``out_factors`` what the rows that leave are to
-// be multiplied by. With SLOTS ``out`` has ``all_rows`` rows.
+// be multiplied by.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     product(const __grid_constant__ TensorMap x, const uint8* __restrict__ weights, const float* factors, float* out,
             uint4* pieces, int first_row, int rows, int outputs, int out_stride, int tiles, int blocks, int whole,
-            int sharers, uint32 zero, const float* norms, float longest, float* out_factors, int all_rows) {
+            int sharers, uint32 zero, const float* norms, float longest, float* out_factors) {
     // Through a shuffle, so that the compiler sees that it is the same for the whole warp, which wgmma needs.
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0), lane = threadIdx.x & 31;
     const Cut cut(tiles, blocks, whole, sharers);
@@ -776,10 +758,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         for (int i = 0; i < TOKENS / 2; i++) sums[i] *= d[i / 2 % 2];
 
         const Share share(begin.pair, cut);
-        if (SLOTS) {
-            leave_apart(to, sums, share, all_rows, begin.pair, warp, lane);
-            continue;
-        }
         const Groups finishes(share, done == cut.shared, whole, groups);
         if (!share.alone()) leave(sums, pieces + share.piece_of(blockIdx.x) * PIECE + 32 * warp + lane, finishes, groups);
         for (int group = finishes.begin; group < groups; group += finishes.every) {

@@ -58,29 +58,17 @@ def decode_swiglu(x: Rows, weight: TiledWeight, longest: float) -> Rows:
     return result
 
 
-def decode_apart(x: Rows, weight: TiledWeight) -> Tensor:
-    """As ``decode``, but [P, M, N], whose sum over P, in order, has the bits of that: nobody waits for others. P is 1 where
-    most tiles are summed by one CTA anyhow, or by too many."""
-    slots = _slots(weight.tiles, weight.blocks, _processors(x.values.device.index))
-    if not slots:
-        return decode(x, weight)[None]
-    out = torch.empty(slots, x.rows, weight.shape[0], device=x.device)
-    _in_launches(x, weight, out, slots=slots)
-    return out
-
-
-def _in_launches(
-    x: Rows, weight: TiledWeight, out: Tensor, factors: Tensor | None = None, longest: float = 0.0, slots: int = 0
-) -> None:
-    """Results go to ``out`` [M, ...], which with SwiGLU has the ``factors`` [M] beside it, or to [slots, M, ...]."""
+def _in_launches(x: Rows, weight: TiledWeight, out: Tensor, factors: Tensor | None = None, longest: float = 0.0) -> None:
+    """Results go to ``out`` [M, ...], which with SwiGLU has the ``factors`` [M] beside it."""
     device = x.values.device.index
-    parts, whole, sharers = _cut(weight.tiles, weight.blocks, _processors(device))
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    parts, whole, sharers = _cut(weight.tiles, weight.blocks, processors)
     with torch.cuda.device(device):
         for first in range(0, x.rows, _WIDTHS[-1]):
             rows = min(_WIDTHS[-1], x.rows - first)
             tokens = next(width for width in _WIDTHS if rows <= width)
-            pointers = [weight.data, x.factors[first:], out[..., first:, :], _pieces(device)]
-            numbers = [first, rows, out.shape[-1], out.stride(-2), weight.tiles, weight.blocks, whole, sharers, 0]
+            pointers = [weight.data, x.factors[first:], out[first:], _pieces(device)]
+            numbers = [first, rows, out.shape[1], out.stride(0), weight.tiles, weight.blocks, whole, sharers, 0]
             arguments: list[nvrtc.Argument] = [_tensor_map(x.values, tokens)]
             arguments += [ctypes.c_void_p(tensor.data_ptr()) for tensor in pointers]
             arguments += [ctypes.c_int(number) for number in numbers]
@@ -90,28 +78,8 @@ def _in_launches(
                 arguments += [ctypes.c_void_p(factors[first:].data_ptr())]
             else:
                 arguments += [ctypes.c_void_p(), ctypes.c_float(), ctypes.c_void_p()]
-            arguments += [ctypes.c_int(x.rows)]
-            kernel = _kernel(device, weight.form, tokens, factors is not None, slots)
+            kernel = _kernel(device, weight.form, tokens, factors is not None)
             nvrtc.launch(kernel, (parts, 1, 1), _THREADS, arguments, _SHARED_END - _SHARED_BEGIN)
-
-
-def _processors(device: int) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
-_MOST_SLOTS = 8
-
-
-def _slots(tiles: int, blocks: int, processors: int) -> int:
-    """The most parts that a pair has, 0 if its sums are not for others to add up."""
-    parts, whole, sharers = _cut(tiles, blocks, processors)
-    if whole or parts == 1:
-        return 0
-    steps = -(-tiles // 2) * blocks
-    begins = [part * steps // sharers // blocks for part in range(parts)] + [-(-tiles // 2)]
-    ends = [((part + 1) * steps // sharers - 1) // blocks for part in range(parts)]
-    most = max(sum(begins[part] <= pair <= ends[part] for part in range(parts)) for pair in range(-(-tiles // 2)))
-    return most if most <= _MOST_SLOTS else 0
 
 
 def _cut(tiles: int, blocks: int, processors: int) -> tuple[int, int, int]:
@@ -173,8 +141,8 @@ def _layout(form: str, tokens: int, swiglu: bool = False) -> _Layout:
 # Compilation -----------------------------------------------------------------------------------------------------------
 
 
-def source(form: str, tokens: int, swiglu: bool = False, slots: int = 0) -> str:
-    """``hopper.cu`` for one form of weight and one number of tokens, with SwiGLU or without, or sums apart in slots."""
+def source(form: str, tokens: int, swiglu: bool = False) -> str:
+    """``hopper.cu`` for one form of weight and one number of tokens, with SwiGLU or without."""
     layout = _layout(form, tokens, swiglu)
     constants = {
         "FORM": form,
@@ -188,7 +156,6 @@ def source(form: str, tokens: int, swiglu: bool = False, slots: int = 0) -> str:
         "TABLE": layout.table,
         "EXCHANGE_AT": layout.exchange,
         "SWIGLU": int(swiglu),
-        "SLOTS": slots,
         **_codebook(),
     }
     lines = [f"#define {name} {value}" for name, value in constants.items()]
@@ -223,11 +190,11 @@ def _multiply(tokens: int) -> str:
 
 
 @functools.cache
-def _kernel(device: int, form: str, tokens: int, swiglu: bool, slots: int) -> ctypes.c_void_p:
+def _kernel(device: int, form: str, tokens: int, swiglu: bool) -> ctypes.c_void_p:
     """product(), loaded on the current device."""
     if (reserved := nvrtc.reserved_shared_memory(device)) != _SHARED_BEGIN:
         raise RuntimeError(f"shared memory begins at {reserved}, hopper.cu was laid out for {_SHARED_BEGIN}")
-    return nvrtc.load(source(form, tokens, swiglu, slots), "product", _SHARED_END - _SHARED_BEGIN)
+    return nvrtc.load(source(form, tokens, swiglu), "product", _SHARED_END - _SHARED_BEGIN)
 
 
 def _tensor_map(values: Tensor, tokens: int) -> ctypes.Array[ctypes.c_char]:

@@ -25,7 +25,6 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor | Rows]:
     x, delta, weight = aligned(x), None if delta is None else aligned(delta), aligned(weight)
     rows, size = x.shape
-    parts = len(delta) if delta is not None and delta.ndim == 3 else 1
     total = x if delta is None else torch.empty(rows, size, dtype=torch.float32, device=x.device)
     values, factors, width = row_outputs(rows, size, x.device, operand)
     norms = None if factors is None else torch.empty_like(factors)
@@ -40,10 +39,8 @@ def add_rms_norm(
             factors,
             norms,
             x.stride(0) // 4,
-            0 if delta is None else delta.stride(-2) // 4,
-            delta.stride(0) // 4 if delta is not None and parts > 1 else 0,
+            0 if delta is None else delta.stride(0) // 4,
             eps,
-            PARTS=parts,
             SIZE=size,
             WIDTH=width,
             LENGTH=length,
@@ -106,13 +103,10 @@ def _rows(x: Tensor) -> tuple[Tensor, int, int, int]:
 
 
 @triton.jit
-def _added(x, delta, part_stride, at, inside, PARTS: tl.constexpr):
+def _added(x, delta, at, inside):
     value = tl.load(x + at, mask=inside, other=0.0)
     if delta is not None:
-        whole = tl.load(delta + at, mask=inside, other=0.0)
-        for part in tl.static_range(1, PARTS):
-            whole += tl.load(delta + part * part_stride + at, mask=inside, other=0.0)
-        value += whole
+        value += tl.load(delta + at, mask=inside, other=0.0)
     return value
 
 
@@ -121,7 +115,7 @@ def _sums_and_largest(sum_a, other_a, largest_a, sum_b, other_b, largest_b):
     return sum_a + sum_b, other_a + other_b, tl.maximum(largest_a, largest_b)
 
 
-@triton.jit(do_not_specialize=["x_stride", "delta_stride", "part_stride"])
+@triton.jit(do_not_specialize=["x_stride", "delta_stride"])
 def _add_norm(
     x,
     delta,
@@ -132,9 +126,7 @@ def _add_norm(
     norms,
     x_stride,
     delta_stride,
-    part_stride,
     eps,
-    PARTS: tl.constexpr,
     SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
     LENGTH: tl.constexpr,
@@ -153,9 +145,7 @@ def _add_norm(
     x += row * (x_stride * 4)
     if delta is not None:
         delta += row * (delta_stride * 4)
-    part_stride *= 4
-    first = _added(x, delta, part_stride, at, within, PARTS)
-    rest = _added(x, delta, part_stride, more, inside, PARTS)
+    first, rest = _added(x, delta, at, within), _added(x, delta, more, inside)
     if delta is not None:
         tl.store(total + row * SIZE + at, first, mask=within)
         tl.store(total + row * SIZE + more, rest, mask=inside)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 
@@ -21,12 +19,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def add_rms_norm(
     x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, operand: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor | Rows]:
-    """(x + delta, its ``rms_norm``): the residual stream [N, H] behind a sublayer that adds ``delta``, and the input of the
-    next one. ``delta`` may be None, for nothing, and [P, N, H], for its sum over P, in order. On a GPU ``operand``, float16
-    or float32, asks for that input as ``Rows`` of this type, which saves ``linear`` a launch; elsewhere it changes
-    nothing."""
+    """(x + delta, its ``rms_norm``): the residual stream [N, H] behind a sublayer that adds ``delta`` (None: nothing), and
+    the input of the next one. On a GPU ``operand``, float16 or float32, asks for that input as ``Rows`` of this type, which
+    saves ``linear`` a launch; elsewhere it changes nothing."""
     if delta is not None:
-        x = x + (delta if delta.ndim == 2 else functools.reduce(torch.add, delta))
+        x = x + delta
     return x, rms_norm(x, weight, eps)
 
 
