@@ -24,6 +24,7 @@ NOT_ROWWISE = {
     "chunk_facts",
     "pieces_of",
     "decode_arithmetic",
+    "longest_rows",
     "verify_arithmetic",
     "allocate_pages",
     "bytes_per_token",

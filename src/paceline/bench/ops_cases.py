@@ -22,6 +22,7 @@ from paceline.ops import conv, dispatch, gdn, linear, norm, topk
 from paceline.ops.activation import gated_heads, swiglu
 from paceline.ops.attention import attention, attention_inputs
 from paceline.ops.kv import PagedTensor, allocate_pages, bytes_per_token, read_pages, write_rows
+from paceline.ops.mlp import longest_rows, mlp_hidden
 from paceline.ops.quant import BLOCKS, QuantTensor, dequantize
 from paceline.ops.rope import RopeTable, apply_rope
 from paceline.ops.sample import draw
@@ -283,6 +284,37 @@ def _linear(weights: _Weights, kind: RowKind, rows: int) -> Work:
 
     nbytes = weights.stored.nbytes + 4 * rows * (n + k)
     return Work(run, error, FLOAT16, len(weights.packed), nbytes, 2 * rows * n * k)
+
+
+def hidden(shape: Geometry, device: torch.device) -> Cases:
+    """The first half of an MLP, on rows that come from a norm."""
+    (product,) = (product for product in shape.products if product.name == "gate_up")
+    weights = _Weights(product, device)
+    for rows in shape.decode_rows:
+        name = f"mlp hidden decode {product.form} {product.n}x{product.k} M={rows}"
+        yield Case(name, functools.partial(_hidden, weights, rows))
+
+
+def _hidden(weights: _Weights, rows: int) -> Work:
+    n, k = weights.product.n, weights.product.k
+    halves = ((0, slice(0, n // 2)), (0, slice(n // 2, n)))
+    merged = [linear.Merged((weight,), halves) for weight in weights.packed]
+    longest = longest_rows(merged[0])
+    x, ones = torch.randn(rows, k, device=weights.device), torch.ones(k, device=weights.device)
+    _, rows_of_x = norm.add_rms_norm(x, None, ones, 1e-6, OPERAND)
+
+    def run(copy: int) -> Tensor | linear.Rows:
+        return mlp_hidden(rows_of_x, merged[copy], longest, "decode", OPERAND)
+
+    def error() -> float:
+        _poison(weights.device)
+        gate, up = (_tensors(rows_of_x)[0] @ weights.values.T).chunk(2, dim=1)
+        got = run(0)
+        with dispatch.force("ref"):
+            return difference(got, swiglu(gate, up))
+
+    nbytes = weights.stored.nbytes + 4 * rows * (n // 2 + k)
+    return Work(run, error, FLOAT16, len(merged), nbytes, 2 * rows * n * k)
 
 
 # -- attention -------------------------------------------------------------------------------------------------------------
@@ -638,6 +670,7 @@ def _selector_walk(shape: Geometry, lanes: int, device: torch.device) -> Work:
 
 OPS: dict[str, Callable[[Geometry, torch.device], Cases]] = {
     "linear": linears,
+    "mlp": hidden,
     "attention": attentions,
     "gdn": gdns,
     "vocabulary": vocabulary,

@@ -17,6 +17,7 @@ from paceline.ops.conv import dynamic_conv
 from paceline.ops.dispatch import uses_kernels
 from paceline.ops.kv import PagedTensor, allocate_pages, read_pages, write_rows
 from paceline.ops.linear import PackedWeight, Rows, TiledWeight, linear, linears, merge, pack
+from paceline.ops.mlp import longest_rows, mlp_hidden
 from paceline.ops.quant import BLOCKS, QuantTensor, dequantize_rows
 from paceline.ops.rope import RopeTable, apply_rope
 from paceline.ops.sample import draw, gumbel, gumbel_of_vocabulary, last_kept
@@ -48,6 +49,7 @@ def row_cases(device: torch.device) -> list[Case]:
     cases += _norms(rng)
     if kernels:
         cases += [*_operands(rng), _dynamic_conv_as_rows(rng), _embedding(rng)]
+    cases += [_mlp_hidden(rng)]
     cases += [_rope(rng, rotary) for rotary in (16, 64)]
     cases += [_kv(rng, kind) for kind in CACHE_TYPES]
     cases += [_attention_inputs(rng, kind, rotary) for kind in CACHE_TYPES for rotary in (16, 64)]
@@ -181,6 +183,19 @@ def _operands(rng: Rng) -> list[Case]:
         _case("add_rms_norm as rows", ("add_rms_norm",), lambda x, d: norm.add_rms_norm(x, d, wide, 1e-6, half), x, y),
         _case("gated_output as rows", ("gated_output",), lambda o, z: norm.gated_output(o, z, narrow, 1e-6, half), o, gate),
     ]
+
+
+def _mlp_hidden(rng: Rng) -> Case:
+    """Of rows that come from a norm, as in the models."""
+    halves = [pack(_stored(rng, "IQ4_XS", 512, 512), torch.bfloat16, rng.device) for _ in range(2)]
+    merged, weight = merge(halves), 1.0 + 0.1 * randn(rng, 512)
+    longest = longest_rows(merged)
+
+    def compute(x: Tensor) -> Any:
+        _, n = norm.add_rms_norm(x, None, weight, 1e-6, torch.float16)
+        return mlp_hidden(n, merged, longest, "decode", torch.float16)
+
+    return _case("mlp_hidden", ("mlp_hidden",), compute, randn(rng, ROWS, 512))
 
 
 def _dynamic_conv_as_rows(rng: Rng) -> Case:
