@@ -9,6 +9,7 @@ import torch
 from block_data import random_blocks
 from torch import Tensor
 
+from paceline.ops.conv import dynamic_conv
 from paceline.ops.linear import Merged, Rows, TiledWeight, hopper, merge, pack
 from paceline.ops.mlp import longest_rows, mlp_hidden
 from paceline.ops.mlp import ref as apart
@@ -128,3 +129,14 @@ def test_what_it_is_not_for() -> None:
     assert longest_rows(merge(list(mixed))) is None
     dense = [pack(torch.randn(512, 512, device=CUDA), torch.bfloat16) for _ in range(2)]
     assert all(isinstance(one, TiledWeight) for one in dense) and longest_rows(merge(dense)) is None
+
+
+def test_rows_of_a_convolution_say_how_long_they_are_too() -> None:
+    x, base, dynamic = (
+        torch.randn(3, 8, 512, device=CUDA),
+        torch.randn(2, 512, device=CUDA),
+        torch.randn(3, 8, 2, 16, device=CUDA),
+    )
+    n = dynamic_conv(x, base, dynamic, torch.float16)
+    assert isinstance(n, Rows) and n.norms is not None
+    torch.testing.assert_close(n.norms[:24], read(n).double().square().sum(1).float(), rtol=1e-3, atol=0.0)

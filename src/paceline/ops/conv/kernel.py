@@ -128,6 +128,7 @@ def dynamic_conv(x: Tensor, base: Tensor, dynamic: Tensor, operand: torch.dtype 
     dynamic = dynamic if dynamic.stride(3) == 1 else dynamic.contiguous()
     lanes, rows, channels = x.shape
     values, factors, width = row_outputs(lanes * rows, channels, x.device, operand)
+    norms = None if factors is None else torch.empty_like(factors)
     first, rest = pieces(channels, width)
     lane_stride, row_stride, tap_stride, _ = dynamic.stride()
     _dynamic_conv[lanes, rows](
@@ -136,6 +137,7 @@ def dynamic_conv(x: Tensor, base: Tensor, dynamic: Tensor, operand: torch.dtype 
         dynamic,
         values,
         factors,
+        norms,
         LANE_STRIDE=lane_stride,
         ROW_STRIDE=row_stride,
         TAP_STRIDE=tap_stride,
@@ -149,7 +151,7 @@ def dynamic_conv(x: Tensor, base: Tensor, dynamic: Tensor, operand: torch.dtype 
         num_warps=warps_for(first),
         **pdl(x.device),
     )
-    return values.view(x.shape) if factors is None else Rows(values, factors, lanes * rows, channels)
+    return values.view(x.shape) if factors is None else Rows(values, factors, lanes * rows, channels, norms)
 
 
 @triton.jit
@@ -159,6 +161,7 @@ def _dynamic_conv(
     dynamic,
     values,
     factors,
+    norms,
     LANE_STRIDE: tl.constexpr,
     ROW_STRIDE: tl.constexpr,
     TAP_STRIDE: tl.constexpr,
@@ -179,6 +182,8 @@ def _dynamic_conv(
     at, more = tl.arange(0, FIRST), FIRST + tl.arange(0, REST)
     first = _mixed(x, base, dynamic, row, at, TAP_STRIDE, CHANNELS, TAPS, GROUP)
     rest = _mixed(x, base, dynamic, row, more, TAP_STRIDE, CHANNELS, TAPS, GROUP)
+    if norms is not None:
+        tl.store(norms + place, tl.sum(first * first) + tl.sum(rest * rest))
     store_row(values, factors, place, first, at, at < CHANNELS, rest, more, more < WIDTH, WIDTH)
 
 

@@ -19,7 +19,7 @@ _ROWS_AT_ONCE = 4096
 def mlp_hidden(
     x: Tensor | Rows, gate_up: Merged, longest: float | None, kind: RowKind, operand: torch.dtype | None = None
 ) -> Tensor | Rows:
-    """See ``ref.mlp_hidden``. Decode rows that come from a norm are one launch on Hopper GPUs."""
+    """See ``ref.mlp_hidden``. Decode rows that have norms are one launch on Hopper GPUs."""
     if kind == "decode" and longest is not None and isinstance(x, Rows) and x.norms is not None and uses_special_kernels():
         weight = gate_up.weights[0]
         assert isinstance(weight, TiledWeight)
