@@ -23,6 +23,7 @@ NOT_ROWWISE = {
     "expanded",
     "chunk_facts",
     "pieces_of",
+    "compile_ahead",
     "decode_arithmetic",
     "longest_rows",
     "verify_arithmetic",

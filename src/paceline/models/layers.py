@@ -8,7 +8,18 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from paceline.ops.linear import Merged, PackedWeight, Rows, TiledWeight, expanded, linear, linears, merge, pack
+from paceline.ops.linear import (
+    Merged,
+    PackedWeight,
+    Rows,
+    TiledWeight,
+    compile_ahead,
+    expanded,
+    linear,
+    linears,
+    merge,
+    pack,
+)
 from paceline.ops.mlp import longest_rows, mlp_hidden
 from paceline.ops.norm import add_rms_norm, rms_norm
 from paceline.ops.quant import QuantTensor, dequantize_rows
@@ -52,6 +63,11 @@ class Linear(nn.Module):
         self.packed, size = expanded(self.packed, room)
         return size
 
+    @property
+    def multiplied(self) -> tuple[PackedWeight | TiledWeight, ...]:
+        """The weights that it multiplies by, none if they are a sibling's."""
+        return () if self.packed is None else (self.packed,)
+
     def forward(self, x: Tensor | Rows, kind: RowKind) -> Tensor:
         assert self.packed is not None, "pack() has not been called"
         return linear(x, self.packed, kind)
@@ -86,6 +102,10 @@ class Siblings:
         self._merged = merge(weights)
 
     @property
+    def multiplied(self) -> tuple[PackedWeight | TiledWeight, ...]:
+        return self.weights.weights
+
+    @property
     def weights(self) -> Merged:
         assert self._merged is not None, "merge() has not been called"
         return self._merged
@@ -111,9 +131,11 @@ def finish(module: nn.Module) -> None:
     siblings = [product for product in products(module) if isinstance(product, Siblings)]
     for product in sorted(siblings, key=lambda product: not product.too):
         product.merge()
-    for part in module.modules():
-        if isinstance(part, MLP):
-            part.measure()
+    mlps = [part for part in module.modules() if isinstance(part, MLP)]
+    for mlp in mlps:
+        mlp.measure()
+    gated = [weight for mlp in mlps if mlp.longest is not None for weight in mlp.gate_up.weights.weights]
+    compile_ahead([weight for product in products(module) for weight in product.multiplied], gated)
 
 
 class RMSNorm(nn.Module):

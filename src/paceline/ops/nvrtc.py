@@ -78,6 +78,7 @@ def _read(nvrtc: ctypes.CDLL, program: ctypes.c_void_p, what: str) -> bytes:
     return buffer.raw
 
 
+@functools.cache
 def machine_code(text: str) -> bytes:
     """The machine code, from the disk if it has been made before."""
     nvrtc, version = _nvrtc(), (ctypes.c_int(), ctypes.c_int())

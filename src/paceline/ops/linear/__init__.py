@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ __all__ = [
     "PackedWeight",
     "Rows",
     "TiledWeight",
+    "compile_ahead",
     "decode_arithmetic",
     "expanded",
     "linear",
@@ -66,6 +67,19 @@ def expanded(weight: PackedWeight | TiledWeight, room: int) -> tuple[PackedWeigh
         return weight, 0
     kernel = importlib.import_module(_KERNEL)
     return dataclasses.replace(weight, expanded=kernel.expand(weight)), needed
+
+
+def compile_ahead(weights: Iterable[PackedWeight | TiledWeight], gated: Iterable[PackedWeight | TiledWeight]) -> None:
+    """What decode products with these weights will run, and with SwiGLU those that are ``gated``, if that is compiled at run
+    time: all at once, and once on a machine."""
+    kernels = {
+        (weight.form, swiglu)
+        for swiglu, some in ((False, weights), (True, gated))
+        for weight in some
+        if isinstance(weight, TiledWeight) and weight.form in hopper.FORMS and nvrtc.available(weight.data.device)
+    }
+    if kernels:
+        hopper.compile_ahead(kernels)
 
 
 def pack(

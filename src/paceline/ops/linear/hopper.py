@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,6 +58,14 @@ def decode_swiglu(x: Rows, weight: TiledWeight, longest: float) -> Rows:
     result = Rows(values, torch.empty(len(values), device=x.device), x.rows, width)
     _in_launches(x, weight, values, result.factors, longest)
     return result
+
+
+def compile_ahead(kernels: Iterable[tuple[str, bool]]) -> None:
+    """The machine code of every width of these forms, (form, with SwiGLU), side by side. Without this they are compiled one
+    by one, when each is needed."""
+    texts = [source(form, width, swiglu) for form, swiglu in kernels for width in _WIDTHS]
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(nvrtc.machine_code, texts))
 
 
 def _in_launches(x: Rows, weight: TiledWeight, out: Tensor, factors: Tensor | None = None, longest: float = 0.0) -> None:
