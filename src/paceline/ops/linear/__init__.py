@@ -30,9 +30,11 @@ __all__ = [
     "linears",
     "merge",
     "pack",
+    "row_norms",
 ]
 
 _KERNEL = "paceline.ops.linear.kernel"
+_ROWS_AT_ONCE = 4096
 
 linear = by_device(ref.linear, _KERNEL)
 _products = by_device(ref.products, _KERNEL)
@@ -66,6 +68,14 @@ def expanded(weight: PackedWeight | TiledWeight, room: int) -> tuple[PackedWeigh
         return weight, 0
     kernel = importlib.import_module(_KERNEL)
     return dataclasses.replace(weight, expanded=kernel.expand(weight)), needed
+
+
+def row_norms(weight: TiledWeight) -> Tensor:
+    """The norm [N] of each row of a quantised weight, as the products have it."""
+    dense = expanded(weight, 2 * weight.tiles * TILE * weight.columns)[0]
+    assert isinstance(dense, TiledWeight) and dense.expanded is not None, "only quantised weights are decoded to float16"
+    parts = dense.expanded.split(_ROWS_AT_ONCE)
+    return torch.cat([torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32) for rows in parts])[: weight.shape[0]]
 
 
 def pack(
