@@ -47,7 +47,7 @@ def test_the_arguments_are_those_of_the_source() -> None:
     fields = re.sub(r"//.*", "", body).replace("const ", "")
     declared = [re.sub(r"^(float|uint2|int64|int)\b", "", part.strip()).strip() for part in re.split(r"[;,]", fields)]
     names = [name.lstrip("* ") for name in declared if name]
-    assert names == [name for name, _ in hopper._Arguments._fields_]
+    assert names == [field[0] for field in hopper._Arguments._fields_]
     pointers = [name.lstrip("* ") for name in declared if name.startswith("*")]
     assert pointers == list(hopper._POINTERS)
 
