@@ -25,6 +25,8 @@ NOT_ROWWISE = {
     "pieces_of",
     "decode_arithmetic",
     "longest_rows",
+    "output_bound",
+    "row_norms",
     "verify_arithmetic",
     "allocate_pages",
     "bytes_per_token",
