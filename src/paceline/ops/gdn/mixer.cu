@@ -314,8 +314,8 @@ __device__ __forceinline__ void step(float (&s)[4 * BANDS][COLUMNS], Shared& sha
 
 // --------------------------------------------------------------------------------------------------------- after the walk
 
-// One row of the head, four columns of it: rms_norm(o) * silu(z), as float16.
-__device__ __forceinline__ void finish(const Shared& shared, int row, float eps, uint2* to, int lane) {
+// One row of the head, four columns of it: rms_norm(o) * silu(z), as float16, if the row is there.
+__device__ __forceinline__ void finish(const Shared& shared, int row, bool there, float eps, uint2* to, int lane) {
     const float4 o = shared.o[row][lane], z = shared.z[row][lane], norm = shared.norm[lane];
     float squares[1] = {__fmaf_rn(o.w, o.w, __fmaf_rn(o.z, o.z, __fmaf_rn(o.y, o.y, __fmul_rn(o.x, o.x))))};
     const float length = inverse_root(__fmaf_rn(over_warp(squares, lane), 1.0f / DV, eps)), scale = shared.facts[row].scale;
@@ -325,7 +325,7 @@ __device__ __forceinline__ void finish(const Shared& shared, int row, float eps,
     };
     const uint32 low = halves(gated(o.x, norm.x, z.x), gated(o.y, norm.y, z.y));
     const uint32 high = halves(gated(o.z, norm.z, z.z), gated(o.w, norm.w, z.w));
-    to[lane] = make_uint2(low, high);
+    if (there) to[lane] = make_uint2(low, high);
 }
 
 // The exponent of two by which a row is multiplied: it brings what is at most ``bound`` to 2^14 to 2^15.
@@ -364,10 +364,10 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) mixer(const __gri
     const int key = of.head_map[head];
     const int64 channels = 2 * keys + heads * DV;
     const auto channel_of = [=](int part) { return part == V ? 2 * keys + head * DV : part * keys + key * DK; };
+    // A row of raw inputs, of which ``line`` is what this thread's first channel would be.
     const auto bring = [&](int place, const float* line) {
 #pragma unroll
-        for (int part = 0; part < PARTS; part++)
-            copy(&shared.raw[place][part][thread.lane], line + channel_of(part) + 4 * thread.lane);
+        for (int part = 0; part < PARTS; part++) copy(&shared.raw[place][part][thread.lane], line + channel_of(part));
     };
     float s[4 * BANDS][COLUMNS];
     // Committed state changes between forwards only: it is on its way while the kernels before this one still run.
@@ -380,7 +380,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) mixer(const __gri
 #pragma unroll
             for (int c = 0; c < COLUMNS; c += VECTOR)
                 committed<VECTOR>(&s[i][c], tile + (i / 4 * 32 + i % 4) * DV + place_of(c, 0));
-        if (warp < TAPS - 1) bring(warp, of.history + (lane * (TAPS - 1) + warp) * channels);
+        if (warp < TAPS - 1) bring(warp, of.history + (lane * (TAPS - 1) + warp) * channels + 4 * thread.lane);
 #pragma unroll
         for (int i = threadIdx.x; i < PARTS * DK; i += 32 * WARPS)
             copy(&shared.taps[i / DK][i % DK], of.taps + (channel_of(i / DK) + i % DK) * TAPS);
@@ -390,41 +390,49 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) mixer(const __gri
                 copy_four(&shared.constants[thread.lane], thread.lane == DECAY ? of.decay : of.dt_bias, head);
         }
     }
+    const float* raw = of.raw + (start + warp) * of.raw_stride + 4 * thread.lane;  // of a chunk, this warp's first row
+    const float* z = of.z + (start + warp) * of.z_stride + head * DV + 4 * thread.lane;
     await_turn();
     if (!length) return;
 #pragma unroll 1
     for (int done = 0;; done += ROWS) {
         const bool last = length - done <= ROWS;
         const int count = last ? length - done : ROWS;
-        const int64 row = start + done, own = row + threadIdx.x;
+        const int64 row = start + done, own = row + thread.lane;
+        const bool has_facts = warp == WARPS - 1 && thread.lane < count;  // of its own row
         // All that is read of the rows comes at once; the raw inputs before the first ones are the history.
-        if (threadIdx.x < count) {
-            copy_four(&shared.given[threadIdx.x][B], of.b + own * of.b_stride, head);
-            copy_four(&shared.given[threadIdx.x][A], of.a + own * of.a_stride, head);
-            copy_four(&shared.given[threadIdx.x][SQUARE], of.norms, own);
+#pragma unroll
+        for (int i = 0; i < (ROWS + WARPS - 1) / WARPS; i++) {
+            if (warp + i * WARPS >= count) continue;
+            bring(TAPS - 1 + warp + i * WARPS, raw + i * WARPS * of.raw_stride);
+            copy(&shared.z[warp + i * WARPS][thread.lane], z + i * WARPS * of.z_stride);
         }
-#pragma unroll 1
-        for (int i = warp; i < count; i += WARPS) {
-            bring(TAPS - 1 + i, of.raw + (row + i) * of.raw_stride);
-            copy(&shared.z[i][thread.lane], of.z + (row + i) * of.z_stride + head * DV + 4 * thread.lane);
+        if (has_facts) {
+            copy_four(&shared.given[thread.lane][B], of.b + own * of.b_stride, head);
+            copy_four(&shared.given[thread.lane][A], of.a + own * of.a_stride, head);
+            copy_four(&shared.given[thread.lane][SQUARE], of.norms, own);
         }
-        if (done && warp < TAPS - 1) bring(warp, of.raw + (row - (TAPS - 1) + warp) * of.raw_stride);
+        if (done && warp < TAPS - 1) bring(warp, raw - (TAPS - 1) * of.raw_stride);
+        raw += ROWS * of.raw_stride, z += ROWS * of.z_stride;
         bool first = true;  // of the heads that read this key head
 #pragma unroll 1
-        for (int i = thread.lane; i < head; i += 32) first &= of.head_map[i] != key;
+        for (int i = thread.lane; i < head; i += 64) {
+            const int64 one = of.head_map[i], other = i + 32 < head ? of.head_map[i + 32] : -1;
+            first &= (one != key) & (other != key);
+        }
         first = __all_sync(ALL, first);
         await_copies();
-        if (threadIdx.x < count) {
-            const float4* given = shared.given[threadIdx.x];
+        if (has_facts) {
+            const float4* given = shared.given[thread.lane];
             const int shift = shift_of(__fmul_rn(root(one_of(given[SQUARE], own)), of.bound));
-            Facts& facts = shared.facts[threadIdx.x];
+            Facts& facts = shared.facts[thread.lane];
             facts.scale = __uint_as_float((127 + shift) << 23);
             if (head == 0) of.factors[own] = __uint_as_float((127 - shift) << 23);
         }
         __syncthreads();
-        if (threadIdx.x < count) {
-            const float4* given = shared.given[threadIdx.x];
-            Facts& facts = shared.facts[threadIdx.x];
+        if (has_facts) {
+            const float4* given = shared.given[thread.lane];
+            Facts& facts = shared.facts[thread.lane];
             const float x = __fadd_rn(one_of(given[A], head), one_of(shared.constants[DT_BIAS], head));
             const float g = __fmul_rn(one_of(shared.constants[DECAY], head), softplus(x));
             facts.strength = sigmoid(one_of(given[B], head));
@@ -432,9 +440,9 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) mixer(const __gri
             of.log_g[own * heads + head] = g;
         }
         const int channel = threadIdx.x % DK;
-        float* raw = of.log_raw + row * channels + channel;
+        float* line = of.log_raw + row * channels + channel;
         float* k = of.log_k + row * keys + key * DK + channel;
-        const Log log = {{first ? raw + channel_of(Q) : nullptr, first ? raw + channel_of(K) : nullptr, raw + channel_of(V)},
+        const Log log = {{first ? line + channel_of(Q) : nullptr, first ? line + channel_of(K) : nullptr, line + channel_of(V)},
                          first ? k : nullptr,
                          channels,
                          keys};
@@ -445,9 +453,12 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) mixer(const __gri
         for (int i = 0; i < count - last; i++, delta += heads * DV) step<true>(s, shared, i, thread, delta);
         if (last) step<false>(s, shared, count - 1, thread, delta);
         __syncthreads();
-#pragma unroll 1
-        for (int i = warp; i < count; i += WARPS)
-            finish(shared, i, of.eps, of.values + ((row + i) * heads + head) * (DV / 4), thread.lane);
+#pragma unroll
+        for (int i = 0; i < (ROWS + WARPS - 1) / WARPS; i++) {
+            const int own = warp + i * WARPS;
+            if (WARPS > ROWS && own >= ROWS) continue;
+            finish(shared, own, own < count, of.eps, of.values + ((row + own) * heads + head) * (DV / 4), thread.lane);
+        }
         if (last) return;
         __syncthreads();  // nobody reads these rows any more
     }
