@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.batch import pack
-from paceline.ops.gdn import ReplayLog, gdn_inputs, gdn_prefill, gdn_replay, gdn_verify
+from paceline.ops.gdn import ReplayLog, gdn_inputs, gdn_mixer, gdn_prefill, gdn_replay, gdn_verify
+from paceline.ops.norm import gated_output
 
 CPU = torch.device("cpu")
 KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM = 2, 6, 32, 24
@@ -146,3 +147,22 @@ def test_inputs(logged: bool) -> None:
         assert torch.equal(place[:8], values) if logged else place.isnan().all()
         assert place[8:].isnan().all()
     assert log.d.isnan().all()
+
+
+def test_a_mixer_is_its_parts() -> None:
+    lengths, batch = [3, 5], pack("decode", [3, 5], [0, 0], CPU)
+    channels, heads = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM, (VALUE_HEADS, VALUE_DIM)
+    raw, z = randn(8, channels, seed=1), randn(8, *heads, seed=2)
+    b, a, weight = randn(8, VALUE_HEADS, seed=3), randn(8, VALUE_HEADS, seed=4), randn(channels, 4, seed=5)
+    decay, dt_bias, norm = -randn(VALUE_HEADS, seed=6).exp(), randn(VALUE_HEADS, seed=7), randn(VALUE_DIM, seed=8)
+    history, state = randn(len(lengths), 3, channels, seed=9), randn(len(lengths), VALUE_HEADS, KEY_DIM, VALUE_DIM, seed=10)
+    room = ((channels,), (KEY_HEADS, KEY_DIM), heads, (VALUE_HEADS,))
+    log = ReplayLog(*(torch.full((9, *size), torch.nan) for size in room))
+    of_layer = (history, weight, decay, dt_bias, KEY_HEADS, state, TILED, norm, 1e-6, batch, log)
+    got = gdn_mixer(raw, z, b, a, *of_layer, torch.float16)
+    inputs = gdn_inputs(raw, b, a, history, weight, decay, dt_bias, KEY_HEADS, KEY_DIM, batch)
+    o, d = gdn_verify(*inputs, state, TILED, batch)
+    want = gated_output(o, z, norm, 1e-6)
+    assert isinstance(got, Tensor) and isinstance(want, Tensor) and torch.equal(got, want)
+    for place, values in zip(log, (raw, inputs.k, d, inputs.g), strict=True):
+        assert torch.equal(place[:8], values) and place[8:].isnan().all()

@@ -15,10 +15,10 @@ from paceline.config import PAGE_SIZE
 from paceline.ops.activation import gated_heads, swiglu
 from paceline.ops.attention import attention, attention_inputs
 from paceline.ops.conv import advance_history, dynamic_conv
-from paceline.ops.gdn import ReplayLog, gdn_inputs, gdn_replay, gdn_verify
+from paceline.ops.gdn import ReplayLog, gdn_mixer, gdn_replay, output_bound
 from paceline.ops.kv import PagedTensor, StagedRows, allocate_pages, write_kept, write_rows
 from paceline.ops.linear import Merged, PackedWeight, Rows, TiledWeight, linear, linears, merge, pack
-from paceline.ops.norm import add_rms_norm, gated_output, rms_norm
+from paceline.ops.norm import add_rms_norm, rms_norm
 from paceline.ops.quant import dequantize_rows
 from paceline.ops.rope import apply_rope
 from paceline.ops.sample import draw, last_kept
@@ -61,6 +61,7 @@ class Round:
         self.table = random_blocks("Q6_K", VOCAB, HIDDEN).to(DEVICE)
         self.norm, self.head_norm = 1e-3 * randn(HIDDEN), 1e-3 * randn(DIM)
         self.in_proj = self.merged("Q5_K", HIDDEN, CHANNELS, VALUE_HEADS * DIM, VALUE_HEADS, VALUE_HEADS)
+        self.bound = output_bound(self.in_proj, 1, self.head_norm)
         self.out_proj = packed("Q6_K", HIDDEN, VALUE_HEADS * DIM, 1)
         self.qkv = self.merged("Q4_K", HIDDEN, 2 * HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM)
         self.o_proj = packed("F16", HIDDEN, HEADS * HEAD_DIM, 2)
@@ -120,10 +121,11 @@ class Round:
     def walk(self, n: Tensor | Rows, layer: int) -> Tensor:
         raw, z, b, a = linears(n, self.in_proj, "decode")
         log = ReplayLog(*(part[layer] for part in self.log))
-        of_layer = (self.history[layer], self.conv, self.decay, self.dt_bias, KEY_HEADS, DIM, self.batch, log)
-        o, _ = gdn_verify(*gdn_inputs(raw, b, a, *of_layer), self.state[layer], self.head_map, self.batch, log.d)
-        gated = gated_output(o, z.unflatten(-1, (VALUE_HEADS, DIM)), self.head_norm, EPS, torch.float16)
-        return linear(gated, self.out_proj, "decode")
+        z = z.unflatten(-1, (VALUE_HEADS, DIM))
+        of_layer = (self.history[layer], self.conv, self.decay, self.dt_bias, KEY_HEADS, self.state[layer], self.head_map)
+        norms = n.norms if isinstance(n, Rows) else None
+        rest = (self.head_norm, EPS, self.batch, log, torch.float16, norms, self.bound)
+        return linear(gdn_mixer(raw, z, b, a, *of_layer, *rest), self.out_proj, "decode")
 
     def attend(self, n: Tensor | Rows) -> Tensor:
         q, k, v = linears(n, self.qkv, "decode")

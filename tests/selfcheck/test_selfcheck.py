@@ -26,6 +26,8 @@ NOT_ROWWISE = {
     "compile_ahead",
     "decode_arithmetic",
     "longest_rows",
+    "output_bound",
+    "row_norms",
     "verify_arithmetic",
     "allocate_pages",
     "bytes_per_token",

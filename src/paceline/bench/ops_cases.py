@@ -438,6 +438,8 @@ def gdns(shape: Geometry, device: torch.device) -> Cases:
                 f"gdn verify L={lanes} W={width}",
                 functools.partial(_gdn, shape, "decode", lanes, width, gdn.gdn_verify, device),
             )
+        for width in (1, shape.block):
+            yield Case(f"gdn mixer L={lanes} W={width}", functools.partial(_gdn_mixer, shape, lanes, width, device))
     for lanes in shape.lanes:
         name = f"gdn replay {shape.gdn_layers} layers L={lanes} keep {shape.block // 2}"
         yield Case(name, functools.partial(_gdn_replay, shape, lanes, device))
@@ -476,6 +478,25 @@ def _gdn(shape: Geometry, kind: RowKind, lanes: int, rows: int, op: Callable[...
     chunks = -(-lanes * rows // 64)
     per_chunk = 2 * (5 * 64 * 64 * dim + 3 * 64 * dim * dim) + 64**3 // 3
     return _pure(op, operands, SPLIT_TF32, 2 * state_bytes + activations, chunks * heads * per_chunk)
+
+
+def _gdn_mixer(shape: Geometry, lanes: int, width: int, device: torch.device) -> Work:
+    """Generated rows of one layer from its first product to its last; another layer's state each time."""
+    heads, dim, keys, rows = shape.value_heads, shape.gdn_dim, shape.key_heads, lanes * width
+    state_bytes = 4 * lanes * heads * dim * dim
+    states = torch.randn(rotation(state_bytes, device), lanes, heads, dim, dim, device=device).unbind()
+    raw, z = torch.randn(rows, shape.conv_channels, device=device), torch.randn(rows, heads, dim, device=device)
+    b, a = (torch.randn(rows, heads, device=device) for _ in range(2))
+    history = torch.randn(lanes, shape.conv_taps - 1, shape.conv_channels, device=device)
+    weight, norm = torch.randn(shape.conv_channels, shape.conv_taps, device=device), torch.rand(dim, device=device)
+    decay, dt_bias = -torch.rand(heads, device=device), torch.randn(heads, device=device)
+    batch, head_map = pack("decode", [width] * lanes, [0] * lanes, device), _head_map(shape, device)
+    log = gdn.ReplayLog(torch.empty_like(raw), raw.new_empty(rows, keys, dim), torch.empty_like(z), torch.empty_like(b))
+    norms, bound = torch.ones(-(-rows // 256) * 256, device=device), 8.0 * dim**0.5
+    before, behind = (raw, z, b, a, history, weight, decay, dt_bias, keys), (head_map, norm, 1e-6, batch, log, OPERAND)
+    operands = [(*before, state, *behind, norms, bound) for state in states]
+    nbytes = state_bytes + 2 * raw.nbytes + 3 * z.nbytes + history.nbytes + weight.nbytes
+    return _pure(gdn.gdn_mixer, operands, FLOAT16, nbytes, rows * heads * 7 * dim * dim)
 
 
 def _gdn_replay(shape: Geometry, lanes: int, device: torch.device) -> Work:

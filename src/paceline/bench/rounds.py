@@ -35,7 +35,7 @@ FAMILIES = {
     "products": r"_partial_sums|_add_partial_sums|product$|add_parts$|_prepare_rows|_expand|_undo_scaling"
     r"|.*(gemm|cutlass|nvjet|xmma|splitK)",
     "attention": r"_attend|_add_pieces|_prepare",
-    "gated delta rule": r"_inputs|_verify|_replay",
+    "gated delta rule": r"_inputs|_verify|_replay|mixer$",
     "convolution": r"_causal_conv|_conv_history|_advance_history",
     "norms, gates": r"_add_norm|_norm|_rows_|_swiglu|_rotate",
     "K/V writes": r"_write",

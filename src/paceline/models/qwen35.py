@@ -18,7 +18,7 @@ from paceline.models.layers import MLP, Embedding, Linear, RMSNorm, Siblings, fi
 from paceline.ops.activation import gated_heads
 from paceline.ops.attention import attention, attention_inputs
 from paceline.ops.conv import conv_history
-from paceline.ops.gdn import gdn_inputs, gdn_prefill, gdn_verify
+from paceline.ops.gdn import gdn_inputs, gdn_mixer, gdn_prefill, output_bound
 from paceline.ops.linear import Rows
 from paceline.ops.norm import gated_output
 from paceline.ops.rope import RopeTable
@@ -49,6 +49,7 @@ class Qwen35(nn.Module):
         for module in self.modules():
             if isinstance(module, GatedDeltaNet):
                 module.head_map = module.head_map.to(device)
+                module.measure()
         self.rope = RopeTable(max_positions, config.rotary_dim, config.rope_theta, config.rope_scaling, device)
 
     def expand(self, room: int) -> int:
@@ -168,19 +169,43 @@ class GatedDeltaNet(nn.Module):
         self.norm = RMSNorm(self.value_dim, config.rms_eps)
         self.out_proj = Linear(inner, hidden, dtype)
         self.in_proj = Siblings(self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a)
+        self.bound: float | None = None
         self.operand = operand_type(dtype)
+
+    def measure(self) -> None:
+        """Once after the weights have been merged."""
+        self.bound = output_bound(self.in_proj.weights, 1, self.norm.weight)
 
     def forward(self, n: Tensor | Rows, batch: PackedBatch, view: GdnView) -> Tensor:
         raw, z, b, a = self.in_proj(n, batch.kind)
-        facts = (view.history, self.conv1d.weight, self.A, self.dt_bias, self.key_heads, self.key_dim, batch)
-        inputs = gdn_inputs(raw, b, a, *facts, view.log)
-        if view.log is not None:
-            o, _ = gdn_verify(*inputs, view.state, self.head_map, batch, view.log.d)
-        else:
-            of_states, of_histories = view.room or (None, None)
-            o, state = gdn_prefill(*inputs, view.state, self.head_map, batch, of_states)
-            view.advance(state, conv_history(raw, view.history, batch.span_lengths, batch, of_histories))
         z = z.unflatten(-1, (self.value_heads, self.value_dim))
+        if view.log is not None:
+            mixed = gdn_mixer(
+                raw,
+                z,
+                b,
+                a,
+                view.history,
+                self.conv1d.weight,
+                self.A,
+                self.dt_bias,
+                self.key_heads,
+                view.state,
+                self.head_map,
+                self.norm.weight,
+                self.norm.eps,
+                batch,
+                view.log,
+                self.operand,
+                n.norms if isinstance(n, Rows) else None,
+                self.bound,
+            )
+            return self.out_proj(mixed, batch.kind)
+        facts = (view.history, self.conv1d.weight, self.A, self.dt_bias, self.key_heads, self.key_dim, batch)
+        of_states, of_histories = view.room or (None, None)
+        inputs = gdn_inputs(raw, b, a, *facts)
+        o, state = gdn_prefill(*inputs, view.state, self.head_map, batch, of_states)
+        view.advance(state, conv_history(raw, view.history, batch.span_lengths, batch, of_histories))
         return self.out_proj(gated_output(o, z, self.norm.weight, self.norm.eps, self.operand), batch.kind)
 
 

@@ -13,6 +13,7 @@ from itertools import pairwise
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.batch import PackedBatch, facts, pack, unpack
@@ -21,8 +22,18 @@ from paceline.ops.activation import sigmoid, softplus
 from paceline.ops.attention import attention
 from paceline.ops.conv import advance_history, causal_conv, conv_history
 from paceline.ops.dispatch import uses_kernels
-from paceline.ops.gdn import CHUNK_PLAN, ReplayLog, chunk_facts, gdn_inputs, gdn_prefill, gdn_replay, gdn_verify
+from paceline.ops.gdn import (
+    CHUNK_PLAN,
+    ReplayLog,
+    chunk_facts,
+    gdn_inputs,
+    gdn_mixer,
+    gdn_prefill,
+    gdn_replay,
+    gdn_verify,
+)
 from paceline.ops.kv import PagedTensor, StagedRows, allocate_pages, write_kept, write_rows
+from paceline.ops.linear import Rows
 from paceline.ops.norm import l2_norm
 from paceline.selfcheck.case import Case, Outputs, Rng, laid_out, randn
 from paceline.transfer import to_device
@@ -43,7 +54,7 @@ def lane_cases(device: torch.device) -> list[Case]:
     rng = Rng(2, device)
     kinds: tuple[RowKind, ...] = ("decode", "prefill")
     cases = [_conv(rng, kind) for kind in kinds] + [_gdn_inputs(rng, kind) for kind in kinds]
-    cases += [_gdn_verify(rng), _gdn_prefill(rng), _kept_rows(rng)]
+    cases += [_gdn_verify(rng), _gdn_mixer(rng), _gdn_prefill(rng), _kept_rows(rng)]
     for cache in CACHE_TYPES:
         # on a GPU everything is compiled first, and windows are the drafter's, whose keys are float16 there
         for window in (None,) if uses_kernels(device) and cache != "f16" else (None, 70):
@@ -271,6 +282,42 @@ def _gdn_verify(rng: Rng) -> Case:
         return [(*_joined(out[lane]), state[lane]) for lane in chosen]
 
     return Case("gdn_verify and gdn_replay", ("gdn_verify", "gdn_replay"), len(_VERIFY_ROWS), compute, rng.device)
+
+
+def _gdn_mixer(rng: Rng) -> Case:
+    """The same from raw inputs to rows for the next product, with what the log says of k, d and g, and histories too."""
+    lanes = _Lanes("decode", _VERIFY_ROWS, _DECODE_BASES, 1, _MOST_REJECTED)
+    dim, heads = _GDN_DIM, 4 * _KEY_HEADS
+    channels, head_map = dim * (2 * _KEY_HEADS + heads), torch.arange(heads, device=rng.device) % _KEY_HEADS
+    weight, decay, dt_bias, norm = randn(rng, channels, 4), -randn(rng, heads).exp(), randn(rng, heads), randn(rng, dim)
+    sizes = ((channels,), (heads, dim), (heads,), (heads,))
+    given = [[randn(rng, n, *size) for n in _VERIFY_ROWS] for size in sizes]
+    squares = [1.0 + randn(rng, n).square() for n in _VERIFY_ROWS]
+    bound = float(8.0 * dim**0.5 * norm.abs().max())
+    states, lines = 0.1 * randn(rng, len(_VERIFY_ROWS), heads, dim, dim), randn(rng, len(_VERIFY_ROWS), 3, channels)
+
+    def compute(chosen: Sequence[int], rng: Rng) -> Outputs:
+        state, line = {lane: states[lane] for lane in chosen}, {lane: lines[lane] for lane in chosen}
+        out: dict[int, list[tuple[Tensor, ...]]] = {lane: [] for lane in chosen}
+        for turn in lanes.turns(chosen, rng):
+            raw, z, b, a = map(turn.gather, given)
+            norms = F.pad(turn.gather(squares), (0, -turn.batch.num_rows % 256))
+            sizes = ((channels,), (_KEY_HEADS, dim), (heads, dim), (heads,))
+            log = ReplayLog(*(torch.full((len(raw) + 2, *size), torch.nan, device=rng.device) for size in sizes))
+            before = turn.stacked(line)
+            got = gdn_mixer(
+                *(raw, z, b, a, laid_out(before, rng), weight, decay, dt_bias, _KEY_HEADS, turn.stacked(state), head_map),
+                *(norm, 1e-6, turn.batch, log, torch.float16, norms, bound),
+            )
+            rows = got.values[: got.rows].float() * got.factors[: got.rows, None] if isinstance(got, Rows) else got
+            after = conv_history(log.raw[: len(raw)], before, turn.keep(), turn.batch)
+            for index, (lane, at) in enumerate(turn.kept()):
+                out[lane].append((rows[at], log.k[at], log.d[at], log.g[at]))
+                state[lane] = _replayed(state[lane], log.k[at], log.d[at], log.g[at], head_map, rng)
+                line[lane] = after[index]
+        return [(*_joined(out[lane]), state[lane], line[lane]) for lane in chosen]
+
+    return Case("gdn_mixer and its commit", ("gdn_mixer", "gdn_replay"), len(_VERIFY_ROWS), compute, rng.device)
 
 
 def _replayed(state: Tensor, k: Tensor, d: Tensor, g: Tensor, head_map: Tensor, rng: Rng) -> Tensor:

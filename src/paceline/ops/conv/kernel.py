@@ -10,7 +10,7 @@ from torch import Tensor
 
 from paceline.batch import PackedBatch
 from paceline.ops.activation.kernel import pieces, row_outputs, store_row, warps_for
-from paceline.ops.launch import await_turn, pdl
+from paceline.ops.launch import await_turn, await_turn_alone, pdl
 from paceline.ops.linear.rows import Rows
 
 _BLOCK = tl.constexpr(1024)
@@ -95,7 +95,7 @@ def _advance_history(
     PDL: tl.constexpr,
 ):
     """A program owns its channels of one lane in one layer; what it reads of a history lies behind what it has written."""
-    await_turn(PDL)
+    await_turn_alone(PDL)
     span, layer = tl.program_id(0), tl.program_id(1).to(tl.int64)
     kept = tl.minimum(tl.load(keep + span), tl.load(lengths + span))
     if kept == 0:

@@ -1,8 +1,8 @@
-"""Verify on Hopper GPUs (compute capability 9.0): ``verify.cu``, compiled at run time, and its launches.
+"""Generated rows on Hopper GPUs (compute capability 9.0): ``mixer.cu``, compiled at run time, and its launches.
 
 A span's bits depend on its own rows and state only. How many columns of a state a thread has follows from the number of
-spans, so that as few multiprocessors as possible have more to do than others; the order of every sum is the same for all.
-What a row does to a state is what replay does, to the bit; the sums are taken in another order than the portable kernel's:
+spans, so that the states of all of them lie in registers at once; the order of every sum is the same for all. What a row
+does to a state is what replay does, to the bit; the sums are taken in another order than the portable kernels':
 ``ops.gdn.verify_arithmetic`` tells.
 """
 
@@ -19,62 +19,96 @@ from torch import Tensor
 from paceline.batch import PackedBatch
 from paceline.ops import nvrtc
 from paceline.ops.dispatch import uses_special_kernels
+from paceline.ops.gdn.ref import ReplayLog
+from paceline.ops.linear.rows import COLUMN_STEP, ROW_STEP, Rows, padded
 
-VERSION = 1
-"""Of the arithmetic: raise it when the bits of verify's results change."""
-HEAD_DIM = 128
-_GROUPS = 4
-"""Of columns in a warp."""
+VERSION = 2
+"""Of the arithmetic: raise it when the bits of the results change."""
+HEAD_DIM, TAPS = 128, 4
 
 
 class Form(NamedTuple):
-    """Columns of each thread, warps of a CTA, and how many CTAs a multiprocessor shall have room for, which limits the
-    registers of a thread; ``reload``: k is read twice from shared memory rather than held."""
+    """Columns of each thread, warps of a CTA, which has a whole head, and how many CTAs a multiprocessor shall have room
+    for, which limits the registers of a thread; ``reload``: k is read twice from shared memory rather than held."""
 
     columns: int
     warps: int
     ctas: int
     reload: bool
 
-    @property
-    def parts(self) -> int:
-        """CTAs for each head of a span."""
-        return HEAD_DIM // (_GROUPS * self.columns * self.warps)
 
-
-FORMS = (Form(4, 4, 3, False), Form(4, 4, 5, True), Form(8, 4, 3, True))
+FORMS = (Form(4, 8, 1, False), Form(4, 8, 2, False), Form(8, 4, 3, True))
 _SPANS = (3, 6)
-"""Up to how many spans each but the last is for."""
-_SOURCE = Path(__file__).with_name("verify.cu")
+"""Up to how many spans each but the last is for, of which one is without rows in captured forwards. Where there is a
+multiprocessor for every CTA, two must not share one because it was the first to be free."""
+_SOURCE = Path(__file__).with_name("mixer.cu")
+_POINTERS = (
+    *("raw", "z", "b", "a", "norms", "history", "taps", "decay", "dt_bias", "norm", "state", "values", "factors"),
+    *("log_raw", "log_k", "log_d", "log_g", "head_map", "lanes", "starts", "lengths"),
+)
+_STRIDES = ("raw_stride", "z_stride", "b_stride", "a_stride")
+
+
+class _Arguments(ctypes.Structure):
+    """As in ``mixer.cu``."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in _POINTERS),
+        *((name, ctypes.c_int64) for name in _STRIDES),
+        ("key_heads", ctypes.c_int),
+        ("eps", ctypes.c_float),
+        ("bound", ctypes.c_float),
+    ]
 
 
 def runs_on(device: torch.device) -> bool:
     return uses_special_kernels() and nvrtc.available(device)
 
 
-def verify(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    g: Tensor,
+def fits(z: Tensor, state: Tensor, taps: Tensor, operand: torch.dtype | None) -> bool:
+    """Whether ``mixer`` is for such numbers: heads of 128 by 128, whose gates lie by fours, and rows of float16 that need no
+    padding."""
+    heads, dk, dv = state.shape[1:]
+    sizes = dk == dv == HEAD_DIM and taps.shape[1] == TAPS and heads % 4 == 0 and heads * dv % COLUMN_STEP == 0
+    return sizes and operand == torch.float16 and runs_on(z.device)
+
+
+def mixer(
+    raw: Tensor,
+    z: Tensor,
+    b: Tensor,
+    a: Tensor,
+    decay: Tensor,
+    dt_bias: Tensor,
+    history: Tensor,
+    taps: Tensor,
+    key_heads: int,
     state: Tensor,
-    out: Tensor,
-    delta: Tensor,
     head_map: Tensor,
+    norm: Tensor,
+    eps: float,
     batch: PackedBatch,
-) -> None:
-    """``gdn_verify`` for heads of 128 by 128 into ``out`` and ``delta``, with rows of q and k that begin at multiples of 16
-    bytes; what else there is is contiguous, v and state at such an address too."""
-    if not batch.num_spans:
-        return
-    form = form_for(batch.num_spans)
-    tensors = (q, k, v, beta, g, state, out, delta, head_map, batch.lanes, batch.starts, batch.span_lengths)
-    arguments: list[nvrtc.Argument] = [ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors]
-    arguments += [ctypes.c_int64(x.stride(0)) for x in (q, k)]
-    with torch.cuda.device(q.device):
-        kernel = _kernels(q.device.index)[form]
-        nvrtc.launch(kernel, (form.parts, state.shape[1], batch.num_spans), 32 * form.warps, arguments)
+    log: ReplayLog,
+    norms: Tensor,
+    bound: float,
+) -> Rows:
+    """``gdn_mixer``. Rows of raw, z, b and a begin at multiples of 16 bytes; what else there is is contiguous and begins at
+    one too, ``norms`` [R] in whole fours."""
+    assert len(norms) % 4 == 0, "norms are read by fours"
+    rows, heads = raw.shape[0], state.shape[1]
+    held, width = padded(rows, ROW_STEP), heads * HEAD_DIM
+    values = torch.empty(held, width, dtype=torch.float16, device=raw.device)
+    result = Rows(values, torch.empty(held, dtype=torch.float32, device=raw.device), rows, width)
+    facts = (head_map, batch.lanes, batch.starts, batch.span_lengths)
+    tensors = (raw, z, b, a, norms, history, taps, decay, dt_bias, norm, state, values, result.factors, *log, *facts)
+    strides = (x.stride(0) for x in (raw, z, b, a))
+    if batch.num_spans:
+        form = form_for(batch.num_spans)
+        arguments = _Arguments(*(tensor.data_ptr() for tensor in tensors), *strides, key_heads, eps, bound)
+        with torch.cuda.device(raw.device):
+            kernel = _kernels(raw.device.index)[form]
+            nvrtc.launch(kernel, (heads, batch.num_spans, 1), 32 * form.warps, [arguments])
+    return result
 
 
 def form_for(spans: int) -> Form:
@@ -90,4 +124,4 @@ def source(form: Form) -> str:
 @functools.cache
 def _kernels(device: int) -> dict[Form, ctypes.c_void_p]:
     """All forms at once, loaded on the current device: another number of spans shall find its form there."""
-    return {form: nvrtc.load(source(form), "verify") for form in FORMS}
+    return {form: nvrtc.load(source(form), "mixer") for form in FORMS}

@@ -1,4 +1,4 @@
-"""The gated delta rule in Triton; the mathematics is in ``ref.py``. (Verify on Hopper GPUs is ``hopper.py``.)
+"""The gated delta rule in Triton; the mathematics is in ``ref.py``. (Generated rows on Hopper GPUs are ``hopper.py``'s.)
 
 Verify and replay hold a tile [Dk, columns] of one head's state in registers and walk the rows of one span. What they do to
 a state is two roundings that are spelt out; with contraction off elsewhere too, a state has the same bits however its rows
@@ -20,6 +20,8 @@ from paceline.ops.conv.kernel import raw_input
 from paceline.ops.gdn import hopper
 from paceline.ops.gdn.ref import CHUNK_PLAN, GdnInputs, ReplayLog, chunk_facts
 from paceline.ops.launch import await_turn, await_turn_alone, has_little_shared_memory, pdl
+from paceline.ops.linear.rows import Rows
+from paceline.ops.norm import gated_output
 from paceline.transfer import to_device
 
 _VERIFY_COLUMNS, _VERIFY_WARPS = 16, 2
@@ -205,6 +207,39 @@ def _softplus(x):
 # -- generated rows --------------------------------------------------------------------------------------------------------
 
 
+def gdn_mixer(
+    raw: Tensor,
+    z: Tensor,
+    b: Tensor,
+    a: Tensor,
+    history: Tensor,
+    weight: Tensor,
+    decay: Tensor,
+    dt_bias: Tensor,
+    key_heads: int,
+    state: Tensor,
+    head_map: Tensor,
+    norm: Tensor,
+    eps: float,
+    batch: PackedBatch,
+    log: ReplayLog,
+    operand: torch.dtype | None = None,
+    norms: Tensor | None = None,
+    bound: float | None = None,
+) -> Tensor | Rows:
+    """One launch on Hopper GPUs, for the numbers and weights that ``hopper.py`` is for; three elsewhere."""
+    if norms is not None and bound is not None and hopper.fits(z, state, weight, operand):
+        raw, z, b, a = (_for_descriptor(x) for x in (raw, _packed_heads(z), b, a))
+        history, weight, norm, state, norms = (_aligned(x) for x in (history, weight, norm, state, norms))
+        decay, dt_bias, head_map = _aligned(decay), _aligned(dt_bias), head_map.contiguous()
+        assert all(x.is_contiguous() and x.data_ptr() % 16 == 0 for x in log), "a log must be contiguous and aligned"
+        gates, of_conv = (b, a, decay, dt_bias), (history, weight)
+        return hopper.mixer(raw, z, *gates, *of_conv, key_heads, state, head_map, norm, eps, batch, log, norms, bound)
+    inputs = gdn_inputs(raw, b, a, history, weight, decay, dt_bias, key_heads, state.shape[2], batch, log)
+    o, _ = gdn_verify(*inputs, state, head_map, batch, log.d)
+    return gated_output(o, z, norm, eps, operand)
+
+
 def gdn_verify(
     q: Tensor,
     k: Tensor,
@@ -221,10 +256,6 @@ def gdn_verify(
     delta = torch.empty_like(out) if log is None else log[: len(v)]
     assert delta.is_contiguous() and delta.data_ptr() % 16 == 0, "a log must be contiguous and aligned"
     heads, dk, dv = state.shape[1:]
-    if hopper.runs_on(v.device) and dk == dv == hopper.HEAD_DIM:
-        q, k = _for_descriptor(_packed_heads(q)), _for_descriptor(_packed_heads(k))
-        hopper.verify(q, k, v, beta, g, state, out, delta, head_map.contiguous(), batch)
-        return out, delta
     q, k = _even(_packed_heads(q)), _even(_packed_heads(k))
     assert dk % 2 == 0, "q and k are read in pairs"
     _verify[triton.cdiv(dv, _VERIFY_WARPS * _VERIFY_COLUMNS), heads, batch.num_spans](
@@ -779,6 +810,6 @@ def _aligned(x: Tensor) -> Tensor:
 
 
 def _for_descriptor(x: Tensor) -> Tensor:
-    """Rows that begin at multiples of 16 bytes."""
-    fits = x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0
+    """Rows that lie side by side inside and begin at multiples of 16 bytes."""
+    fits = x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0
     return x if fits else x.clone(memory_format=torch.contiguous_format)

@@ -24,7 +24,8 @@ from paceline.batch import PackedBatch
 from paceline.config import CHUNK_SIZE
 from paceline.ops.activation import sigmoid, softplus
 from paceline.ops.conv import causal_conv
-from paceline.ops.norm import l2_norm
+from paceline.ops.linear.rows import Rows
+from paceline.ops.norm import gated_output, l2_norm
 
 
 class ReplayLog(NamedTuple):
@@ -128,6 +129,35 @@ def gdn_verify(
         log[: len(d)] = d
         d = log[: len(d)]
     return steps.scatter(out), d
+
+
+def gdn_mixer(
+    raw: Tensor,
+    z: Tensor,
+    b: Tensor,
+    a: Tensor,
+    history: Tensor,
+    weight: Tensor,
+    decay: Tensor,
+    dt_bias: Tensor,
+    key_heads: int,
+    state: Tensor,
+    head_map: Tensor,
+    norm: Tensor,
+    eps: float,
+    batch: PackedBatch,
+    log: ReplayLog,
+    operand: torch.dtype | None = None,
+    norms: Tensor | None = None,
+    bound: float | None = None,
+) -> Tensor | Rows:
+    """All that generated rows go through between a layer's two products: ``gdn_inputs``, ``gdn_verify`` and, with the gate z
+    [N, Hv, Dv] and the weight ``norm`` [Dv], ``gated_output``, [N, Hv * Dv]. What a commit needs is left in ``log``. Only a
+    kernel needs to know that no number of a row is larger than ``bound`` (see ``output_bound``) times the root of what
+    ``norms`` has for it: the squared norms of the rows from which raw, z, b and a were made, as ``Rows`` has them."""
+    inputs = gdn_inputs(raw, b, a, history, weight, decay, dt_bias, key_heads, state.shape[2], batch, log)
+    o, _ = gdn_verify(*inputs, state, head_map, batch, log.d)
+    return gated_output(o, z, norm, eps, operand)
 
 
 def _contract(key_query: Tensor, state: Tensor) -> Tensor:

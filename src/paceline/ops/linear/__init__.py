@@ -31,9 +31,11 @@ __all__ = [
     "linears",
     "merge",
     "pack",
+    "row_norms",
 ]
 
 _KERNEL = "paceline.ops.linear.kernel"
+_ROWS_AT_ONCE = 4096
 
 linear = by_device(ref.linear, _KERNEL)
 _products = by_device(ref.products, _KERNEL)
@@ -80,6 +82,14 @@ def compile_ahead(weights: Iterable[PackedWeight | TiledWeight], gated: Iterable
     }
     if kernels:
         hopper.compile_ahead(kernels)
+
+
+def row_norms(weight: TiledWeight) -> Tensor:
+    """The norm [N] of each row of a quantised weight, as the products have it."""
+    dense = expanded(weight, 2 * weight.tiles * TILE * weight.columns)[0]
+    assert isinstance(dense, TiledWeight) and dense.expanded is not None, "only quantised weights are decoded to float16"
+    parts = dense.expanded.split(_ROWS_AT_ONCE)
+    return torch.cat([torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32) for rows in parts])[: weight.shape[0]]
 
 
 def pack(

@@ -5,15 +5,12 @@ from torch import Tensor
 
 from paceline.ops import nvrtc
 from paceline.ops.dispatch import uses_kernels, uses_special_kernels
-from paceline.ops.linear import Merged, Rows, TiledWeight, expanded, hopper
+from paceline.ops.linear import Merged, Rows, TiledWeight, hopper, row_norms
 from paceline.ops.linear.rows import COLUMN_STEP
-from paceline.ops.linear.tiles import TILE_ROWS as TILE
 from paceline.ops.mlp import ref
 from paceline.types import RowKind
 
 __all__ = ["longest_rows", "mlp_hidden"]
-
-_ROWS_AT_ONCE = 4096
 
 
 def mlp_hidden(
@@ -39,8 +36,5 @@ def longest_rows(gate_up: Merged) -> float | None:
         return None
     if not (uses_kernels(weight.data.device) and nvrtc.available(weight.data.device)):
         return None
-    dense = expanded(weight, 2 * weight.tiles * TILE * weight.columns)[0]
-    assert isinstance(dense, TiledWeight) and dense.expanded is not None
-    parts = [torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32) for rows in dense.expanded.split(_ROWS_AT_ONCE)]
-    norms = torch.cat(parts)
+    norms = row_norms(weight)
     return float(norms[:features].max() * norms[features:].max())
