@@ -94,14 +94,27 @@ def test_few_lanes_wait_for_many_prompts() -> None:
     joining = Joining()
     for _ in range(2):
         joining.observe_round(0.009)
-        joining.observe_reading(107, 0.028, beside=False)
-        joining.observe_reading(535, 0.062, beside=False)
+        joining.observe_reading(107, 0.028, 3, beside=False)
+        joining.observe_reading(535, 0.062, 3, beside=False)
     assert [joining.now(107, 0.0, lanes, 1) for lanes in (1, 2, 5)] == [True, False, False]
     assert [joining.now(535, 0.0, lanes, 5) for lanes in (1, 3, 6)] == [True, True, False]
     for _ in range(2):  # on this device it is not slower beside them
-        joining.observe_reading(107, 0.028, beside=True)
-        joining.observe_reading(535, 0.062, beside=True)
+        joining.observe_reading(107, 0.028, 3, beside=True)
+        joining.observe_reading(535, 0.062, 3, beside=True)
     assert not joining.now(107, 0.0, 1, 1) and not joining.now(535, 0.0, 3, 5)
+
+
+def test_what_an_idle_engine_reads_says_nothing_about_who_should_wait() -> None:
+    joining = Joining()
+    joining.observe_round(0.010)
+    for _ in range(2):
+        joining.observe_reading(107, 0.020, 0, beside=False)
+    assert joining.now(107, 0.0, 5, 1), "nothing is known yet"
+    for _ in range(2):
+        joining.observe_reading(107, 0.028, 5, beside=False)
+        joining.observe_reading(107, 0.030, 5, beside=True)
+        joining.observe_reading(107, 0.020, 0, beside=False)
+    assert not joining.now(107, 0.0, 5, 1), "with the idle engine's time they would wait"
 
 
 def test_where_lanes_do_not_wait_more_is_read() -> None:
@@ -114,7 +127,7 @@ def test_prompts_join_a_round_when_that_loses_least() -> None:
     assert joining.now(107, 0.0, 3, 1), "nothing is known yet"
     for _ in range(2):
         joining.observe_round(0.010)
-        joining.observe_reading(107, 0.045, beside=True)
+        joining.observe_reading(107, 0.045, 3, beside=True)
     assert joining.now(107, 0.0, 0, 1), "nobody decodes"
     elapsed = [0.010 * round for round in range(6)]
     # it is over in the middle of the fifth round: alone among many it comes in that round's end or later

@@ -139,8 +139,11 @@ class Joining:
         """A finished round that decoded and committed no prompts."""
         self._rounds.append(seconds)
 
-    def observe_reading(self, tokens: int, seconds: float, *, beside: bool) -> None:
-        """``beside``: it was committed by a later round than that in which it began."""
+    def observe_reading(self, tokens: int, seconds: float, decoding: int, *, beside: bool) -> None:
+        """``beside``: it was committed by a later round than that in which it began. How long it takes where nobody decodes
+        says nothing about either: even lanes that wait decode in the round that they wait in."""
+        if not decoding:
+            return
         self._count += 1
         points, quanta = self._beside if beside else self._waited_for, -(-tokens // CHUNK_SIZE)
         points.forget(self._count - _MEMORY_ROUNDS)

@@ -331,7 +331,7 @@ class Scheduler:
             tokens, seconds = sum(span.length for span in round.prefill), self.clock() - self._planned[1]
             self.pacer.observe(bool(outcomes), tokens, seconds, times.prefill)
             if self.joining is not None and round.prefill:
-                self.joining.observe_reading(tokens, times.reading, beside=self._was_read_beside)
+                self.joining.observe_reading(tokens, times.reading, len(outcomes), beside=self._was_read_beside)
             elif self.joining is not None and outcomes:
                 self.joining.observe_round(seconds)
 
