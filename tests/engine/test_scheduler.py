@@ -561,6 +561,22 @@ def asked_once(bench: Bench, policy: Scripted) -> Round:
     return round
 
 
+def test_a_probe_follows_like_any_other_round() -> None:
+    """Nothing that is drafted holds, so the lane soon decodes without drafts, but for probes."""
+    bench = Bench(lanes=1)
+    bench.scheduler.policy = AutoPolicy()
+    bench.scheduler.add(request("a", 4, 180))
+    bench.round()
+    probes = 0
+    for number in range(170):
+        round = bench.scheduler.plan()
+        probes += bench.scheduler.policy.probing and number > 20
+        assert round.following is not None
+        result = bench.model.run(round, [0] * len(round.verify))
+        bench.hear(bench.scheduler.apply(round, replace(result, times=RoundTimes(draft=0.002, verify=0.008, commit=0.001))))
+    assert probes > 1
+
+
 def test_lanes_follow_in_the_order_of_the_next_round() -> None:
     """Who was admitted first may have the longer prompt, and decode later."""
     bench = Bench(lanes=2, budget=64)

@@ -82,12 +82,9 @@ class DecodeSeconds:
 
 
 class Policy(Protocol):
-    """``probing``: whether the round planned last drafts only in order to learn; ``due``: whether the next one may."""
+    """``probing``: whether the round planned last drafts only in order to learn."""
 
     probing: bool
-
-    @property
-    def due(self) -> bool: ...
 
     def plan(self, lanes: Sequence[LaneDrafts]) -> list[int]:
         """K of each lane, in their order, at most its ``most``."""
@@ -110,7 +107,6 @@ class FixedPolicy:
     """Every lane drafts as much as it may, always."""
 
     probing = False
-    due = False
 
     def plan(self, lanes: Sequence[LaneDrafts]) -> list[int]:
         return [lane.most for lane in lanes]
@@ -133,10 +129,6 @@ class AutoPolicy:
         self.probing = False
         self._plain = False
         self._since_probe, self._next_look = 0, _PROBE_ROUNDS
-
-    @property
-    def due(self) -> bool:
-        return self._since_probe + 1 >= self._next_look
 
     def plan(self, lanes: Sequence[LaneDrafts]) -> list[int]:
         self.probing = False
@@ -174,7 +166,7 @@ class AutoPolicy:
     def _with_probe(self, lanes: Sequence[LaneDrafts], drafts: list[int]) -> list[int]:
         """The plan, or now and then one to learn from: with some drafts of lanes that have none in it, as what is not
         drafted is not observed; or a plain round, if none of so many lanes was measured to compare drafting with."""
-        if self._since_probe < self._next_look:  # which ``due`` has told
+        if self._since_probe < self._next_look:
             return drafts
         probe = [count or min(lane.most, _PROBE_DRAFTS) for lane, count in zip(lanes, drafts, strict=True)]
         if probe == drafts and not self.costs.knows_plain(len(lanes)):

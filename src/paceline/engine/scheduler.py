@@ -155,10 +155,8 @@ class Scheduler:
     def _plan_following(
         self, decode: tuple[VerifySpan, ...], prefill: tuple[PrefillSpan, ...]
     ) -> tuple[Following, ...] | None:
-        """The next round's decoding lanes. None if it may have to be planned with what this one yields, if everybody may
-        end in this one, or if somebody joins whose tokens were drawn before."""
-        if self.max_drafts and (self.policy.probing or self.policy.due):
-            return None
+        """The next round's decoding lanes. None if everybody may end in this one, or if somebody joins whose tokens were
+        drawn before."""
         ending = [span for span in prefill if span.start + span.length == len(span.request.prompt)]
         if not all(span.final for span in ending):
             return None
