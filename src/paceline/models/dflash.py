@@ -223,7 +223,7 @@ class Attention(nn.Module):
         self.o_proj = Linear(self.heads * self.head_dim, config.hidden_size, dtype)
         self.q_norm = RMSNorm(self.head_dim, config.rms_eps)
         self.k_norm = RMSNorm(self.head_dim, config.rms_eps)
-        self.kv = Siblings(self.k_proj, self.v_proj)
+        self.qkv = Siblings(self.q_proj, self.k_proj, self.v_proj)
 
     def context(self, k: Tensor, v: Tensor, angles: Angles) -> tuple[Tensor, Tensor]:
         """K (normed, rotated) and V [N, Hkv, D] of context rows, from their projections [N, Hkv * D]."""
@@ -233,8 +233,7 @@ class Attention(nn.Module):
     def forward(self, n: Tensor | Rows, angles: Angles, batch: PackedBatch, view: AttentionView) -> Tensor:
         # Block rows are written behind the committed context, where only their own block sees them and where the next
         # committed rows overwrite them.
-        q = self.q_proj(n, batch.kind).unflatten(-1, (self.heads, self.head_dim))
-        k, v = (x.unflatten(-1, (self.kv_heads, self.head_dim)) for x in self.kv(n, batch.kind))
+        q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in self.qkv(n, batch.kind))
         norms = (self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
         q = attention_inputs(q, k, v, *norms, angles, view.k, view.v, batch.slots(view.page_table))
         o = attention(
