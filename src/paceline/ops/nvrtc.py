@@ -37,14 +37,17 @@ def available(device: torch.device) -> bool:
 def _nvrtc() -> ctypes.CDLL | None:
     """The library that torch brings along, None where there is none."""
     name = f"libnvrtc.so.{(torch.version.cuda or '0').split('.')[0]}"
-    for path in (*_in_wheels(name), Path(name)):
+    for path in _in_wheels(name):
         try:
             for part in path.parent.glob("libnvrtc-builtins.so.*"):  # which NVRTC looks for by its bare name
                 ctypes.CDLL(str(part))
             return ctypes.CDLL(str(path))
         except OSError:
             continue
-    return None
+    try:
+        return ctypes.CDLL(name)  # the system's, which finds its own parts
+    except OSError:
+        return None
 
 
 def _in_wheels(name: str) -> list[Path]:
@@ -85,9 +88,12 @@ def machine_code(text: str) -> bytes:
     assert nvrtc is not None, "available() has not been asked"
     nvrtc.nvrtcVersion(*map(ctypes.byref, version))
     key = hashlib.sha256(f"{version[0].value}.{version[1].value}\n{text}".encode()).hexdigest()
-    path = Path.home() / ".cache" / "paceline" / f"{key}.cubin"
     try:
-        return path.read_bytes()
+        path = Path.home() / ".cache" / "paceline" / f"{key}.cubin"
+        if code := path.read_bytes():  # a machine that went down may leave a file with nothing in it
+            return code
+    except RuntimeError:  # a user without a home, as in containers
+        return compile_source(text)
     except OSError:
         pass
     code = compile_source(text)
