@@ -165,10 +165,13 @@ def launch(
     threads: int,
     arguments: Sequence[Argument | ctypes.Structure],
     shared_bytes: int = 0,
+    *,
+    overlaps: bool = True,
 ) -> None:
-    """On the current stream, before the end of what is on it: the kernel itself waits for that (``ops/launch.py``)."""
+    """On the current stream, before the end of what is on it: the kernel itself waits for that (``ops/launch.py``). Unless
+    it ``overlaps``, behind that."""
     stream = torch.cuda.current_stream().cuda_stream
     config = _Config(grid, (threads, 1, 1), shared_bytes, stream)
-    config.attributes, config.count = ctypes.pointer(_OVERLAP), 1
+    config.attributes, config.count = ctypes.pointer(_OVERLAP), int(overlaps)
     values = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(value) for value in arguments))
     check(driver().cuLaunchKernelEx(ctypes.byref(config), kernel, values, None), "launching a kernel")
