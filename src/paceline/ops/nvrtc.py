@@ -37,14 +37,17 @@ def available(device: torch.device) -> bool:
 def _nvrtc() -> ctypes.CDLL | None:
     """The library that torch brings along, None where there is none."""
     name = f"libnvrtc.so.{(torch.version.cuda or '0').split('.')[0]}"
-    for path in (*_in_wheels(name), Path(name)):
+    for path in _in_wheels(name):
         try:
             for part in path.parent.glob("libnvrtc-builtins.so.*"):  # which NVRTC looks for by its bare name
                 ctypes.CDLL(str(part))
             return ctypes.CDLL(str(path))
         except OSError:
             continue
-    return None
+    try:
+        return ctypes.CDLL(name)  # the system's, which finds its own parts
+    except OSError:
+        return None
 
 
 def _in_wheels(name: str) -> list[Path]:
@@ -85,9 +88,12 @@ def machine_code(text: str) -> bytes:
     assert nvrtc is not None, "available() has not been asked"
     nvrtc.nvrtcVersion(*map(ctypes.byref, version))
     key = hashlib.sha256(f"{version[0].value}.{version[1].value}\n{text}".encode()).hexdigest()
-    path = Path.home() / ".cache" / "paceline" / f"{key}.cubin"
     try:
-        return path.read_bytes()
+        path = Path.home() / ".cache" / "paceline" / f"{key}.cubin"
+        if code := path.read_bytes():  # a machine that went down may leave a file with nothing in it
+            return code
+    except RuntimeError:  # a user without a home, as in containers
+        return compile_source(text)
     except OSError:
         pass
     code = compile_source(text)
@@ -159,10 +165,13 @@ def launch(
     threads: int,
     arguments: Sequence[Argument | ctypes.Structure],
     shared_bytes: int = 0,
+    *,
+    overlaps: bool = True,
 ) -> None:
-    """On the current stream, before the end of what is on it: the kernel itself waits for that (``ops/launch.py``)."""
+    """On the current stream, before the end of what is on it: the kernel itself waits for that (``ops/launch.py``). Unless
+    it ``overlaps``, behind that."""
     stream = torch.cuda.current_stream().cuda_stream
     config = _Config(grid, (threads, 1, 1), shared_bytes, stream)
-    config.attributes, config.count = ctypes.pointer(_OVERLAP), 1
+    config.attributes, config.count = ctypes.pointer(_OVERLAP), int(overlaps)
     values = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(value) for value in arguments))
     check(driver().cuLaunchKernelEx(ctypes.byref(config), kernel, values, None), "launching a kernel")

@@ -274,8 +274,9 @@ def _gdn_verify(rng: Rng) -> Case:
         state = {lane: first[lane] for lane in chosen}
         out: dict[int, list[tuple[Tensor, ...]]] = {lane: [] for lane in chosen}
         for turn in lanes.turns(chosen, rng):
+            before = turn.stacked(state)  # not last: a state is read before the kernel in front has ended
             q, k, v, beta, g = map(turn.gather, inputs)
-            o, d = gdn_verify(q, k, v, beta, g, turn.stacked(state), head_map, turn.batch)
+            o, d = gdn_verify(q, k, v, beta, g, before, head_map, turn.batch)
             for lane, at in turn.kept():
                 out[lane].append((o[at], d[at]))
                 state[lane] = _replayed(state[lane], k[at], d[at], g[at], head_map, rng)
@@ -300,13 +301,13 @@ def _gdn_mixer(rng: Rng) -> Case:
         state, line = {lane: states[lane] for lane in chosen}, {lane: lines[lane] for lane in chosen}
         out: dict[int, list[tuple[Tensor, ...]]] = {lane: [] for lane in chosen}
         for turn in lanes.turns(chosen, rng):
+            before, state_before = turn.stacked(line), turn.stacked(state)  # not last, as above
             raw, z, b, a = map(turn.gather, given)
             norms = F.pad(turn.gather(squares), (0, -turn.batch.num_rows % 256))
             sizes = ((channels,), (_KEY_HEADS, dim), (heads, dim), (heads,))
             log = ReplayLog(*(torch.full((len(raw) + 2, *size), torch.nan, device=rng.device) for size in sizes))
-            before = turn.stacked(line)
             got = gdn_mixer(
-                *(raw, z, b, a, laid_out(before, rng), weight, decay, dt_bias, _KEY_HEADS, turn.stacked(state), head_map),
+                *(raw, z, b, a, laid_out(before, rng), weight, decay, dt_bias, _KEY_HEADS, state_before, head_map),
                 *(norm, 1e-6, turn.batch, log, torch.float16, norms, bound),
             )
             rows = got.values[: got.rows].float() * got.factors[: got.rows, None] if isinstance(got, Rows) else got

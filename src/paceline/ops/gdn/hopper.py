@@ -91,9 +91,10 @@ def mixer(
     log: ReplayLog,
     norms: Tensor,
     bound: float,
+    overlaps: bool,
 ) -> Rows:
     """``gdn_mixer``. Rows of raw, z, b and a begin at multiples of 16 bytes; what else there is is contiguous and begins at
-    one too, ``norms`` [R] in whole fours."""
+    one too, ``norms`` [R] in whole fours. With ``overlaps`` nothing in front writes histories, states or weights."""
     assert len(norms) % 4 == 0, "norms are read by fours"
     rows, heads = raw.shape[0], state.shape[1]
     held, width = padded(rows, ROW_STEP), heads * HEAD_DIM
@@ -107,7 +108,7 @@ def mixer(
         arguments = _Arguments(*(tensor.data_ptr() for tensor in tensors), *strides, key_heads, eps, bound)
         with torch.cuda.device(raw.device):
             kernel = _kernels(raw.device.index)[form]
-            nvrtc.launch(kernel, (heads, batch.num_spans, 1), 32 * form.warps, [arguments])
+            nvrtc.launch(kernel, (heads, batch.num_spans, 1), 32 * form.warps, [arguments], overlaps=overlaps)
     return result
 
 

@@ -230,11 +230,13 @@ def gdn_mixer(
     """One launch on Hopper GPUs, for the numbers and weights that ``hopper.py`` is for; three elsewhere."""
     if norms is not None and bound is not None and hopper.fits(z, state, weight, operand):
         raw, z, b, a = (_for_descriptor(x) for x in (raw, _packed_heads(z), b, a))
-        history, weight, norm, state, norms = (_aligned(x) for x in (history, weight, norm, state, norms))
-        decay, dt_bias, head_map = _aligned(decay), _aligned(dt_bias), head_map.contiguous()
+        given = (history, weight, norm, state, decay, dt_bias, head_map)
+        history, weight, norm, state, decay, dt_bias, head_map = early = tuple(_aligned(x) for x in given)
+        copied = any(x.data_ptr() != y.data_ptr() for x, y in zip(early, given, strict=True))  # by a kernel in front
         assert all(x.is_contiguous() and x.data_ptr() % 16 == 0 for x in log), "a log must be contiguous and aligned"
         gates, of_conv = (b, a, decay, dt_bias), (history, weight)
-        return hopper.mixer(raw, z, *gates, *of_conv, key_heads, state, head_map, norm, eps, batch, log, norms, bound)
+        of_rows = (batch, log, _aligned(norms), bound)
+        return hopper.mixer(raw, z, *gates, *of_conv, key_heads, state, head_map, norm, eps, *of_rows, not copied)
     inputs = gdn_inputs(raw, b, a, history, weight, decay, dt_bias, key_heads, state.shape[2], batch, log)
     o, _ = gdn_verify(*inputs, state, head_map, batch, log.d)
     return gated_output(o, z, norm, eps, operand)
