@@ -229,6 +229,7 @@ def test_another_server_is_compared_with_its_own_run_at_one(tmp_path: Path) -> N
     silent = Silent()
     ours = replace(plan, servers=(replace(plan.servers[0], exact=True),))
     assert run(ours, tmp_path / "ours", silent) == 1
+    _, busy = read_matrix(tmp_path / "ours")["exactness"]  # two that are sent at once may arrive in either order
     assert silent.lines[-1] == f"stand-in off, manifest, C=2, repeat 0: TOKENS DIFFER in requests {busy['different'][0]}"
 
 
