@@ -16,12 +16,18 @@ from pathlib import Path
 
 import torch
 
+from paceline.ops.dispatch import uses_special_kernels
+
 Argument = ctypes.c_void_p | ctypes.c_int | ctypes.c_int64 | ctypes.c_float | ctypes.Array[ctypes.c_char]
 
 
-@functools.cache
 def available(device: torch.device) -> bool:
-    """Whether kernels that are written for Hopper GPUs (compute capability 9.0) can run on ``device``."""
+    """Whether kernels that are written for Hopper GPUs (compute capability 9.0) are to run on ``device``, and can."""
+    return uses_special_kernels() and _can_run(device)
+
+
+@functools.cache
+def _can_run(device: torch.device) -> bool:
     return (
         device.type == "cuda"
         and torch.version.cuda is not None

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from paceline.ops.launch import await_turn, pdl
 from paceline.ops.linear.kernel import scale_of_row
-from paceline.ops.linear.rows import COLUMN_STEP, ROW_STEP, Rows, padded
+from paceline.ops.linear.rows import Rows, empty_rows
 
 _LONGEST = 1024
 """Elements that lie side by side in a tile."""
@@ -78,9 +78,8 @@ def row_outputs(
     """Where a kernel leaves its rows: values, factors (None for a plain float32 tensor), and the columns that it writes."""
     if operand is None:
         return torch.empty(rows, size, dtype=torch.float32, device=device), None, size
-    width, held = padded(size, COLUMN_STEP), padded(rows, ROW_STEP)
-    values = torch.empty(held, width, dtype=operand, device=device)
-    return values, torch.empty(held, dtype=torch.float32, device=device), width
+    made = empty_rows(rows, size, operand, device)
+    return made.values, made.factors, made.values.shape[1]
 
 
 def finished(values: Tensor, factors: Tensor | None, rows: int, size: int, norms: Tensor | None = None) -> Tensor | Rows:

@@ -5,6 +5,7 @@ import math
 import torch
 from torch import Tensor
 
+from paceline.ops import nvrtc
 from paceline.ops.dispatch import by_device, uses_kernels
 from paceline.ops.gdn import hopper, ref
 from paceline.ops.gdn.ref import CHUNK_PLAN, GdnInputs, ReplayLog, chunk_facts
@@ -24,7 +25,7 @@ def output_bound(in_proj: Merged, gate: int, norm: Tensor) -> float | None:
     row of z's weight. None where the launch is not for these weights or this GPU."""
     index, rows = in_proj.parts[gate]
     weight = in_proj.weights[index]
-    if not (isinstance(weight, TiledWeight) and weight.form in FORMS and hopper.runs_on(weight.data.device)):
+    if not (isinstance(weight, TiledWeight) and weight.form in FORMS and nvrtc.available(weight.data.device)):
         return None
     return math.sqrt(len(norm)) * float(norm.abs().max() * row_norms(weight)[rows].max())
 
@@ -34,7 +35,7 @@ def verify_arithmetic(device: torch.device) -> str:
     names give different bits."""
     if not uses_kernels(device):
         return "reference-1"
-    return f"hopper-{hopper.VERSION}" if hopper.runs_on(device) else "portable-1"
+    return f"hopper-{hopper.VERSION}" if nvrtc.available(device) else "portable-1"
 
 
 __all__ = [

@@ -18,9 +18,8 @@ from torch import Tensor
 
 from paceline.batch import PackedBatch
 from paceline.ops import nvrtc
-from paceline.ops.dispatch import uses_special_kernels
 from paceline.ops.gdn.ref import ReplayLog
-from paceline.ops.linear.rows import COLUMN_STEP, ROW_STEP, Rows, padded
+from paceline.ops.linear.rows import COLUMN_STEP, Rows, empty_rows
 
 VERSION = 2
 """Of the arithmetic: raise it when the bits of the results change."""
@@ -61,16 +60,12 @@ class _Arguments(ctypes.Structure):
     ]
 
 
-def runs_on(device: torch.device) -> bool:
-    return uses_special_kernels() and nvrtc.available(device)
-
-
 def fits(z: Tensor, state: Tensor, taps: Tensor, operand: torch.dtype | None) -> bool:
     """Whether ``mixer`` is for such numbers: heads of 128 by 128, whose gates lie by fours, and rows of float16 that need no
     padding."""
     heads, dk, dv = state.shape[1:]
     sizes = dk == dv == HEAD_DIM and taps.shape[1] == TAPS and heads % 4 == 0 and heads * dv % COLUMN_STEP == 0
-    return sizes and operand == torch.float16 and runs_on(z.device)
+    return sizes and operand == torch.float16 and nvrtc.available(z.device)
 
 
 def mixer(
@@ -97,11 +92,9 @@ def mixer(
     one too, ``norms`` [R] in whole fours. With ``overlaps`` nothing in front writes histories, states or weights."""
     assert len(norms) % 4 == 0, "norms are read by fours"
     rows, heads = raw.shape[0], state.shape[1]
-    held, width = padded(rows, ROW_STEP), heads * HEAD_DIM
-    values = torch.empty(held, width, dtype=torch.float16, device=raw.device)
-    result = Rows(values, torch.empty(held, dtype=torch.float32, device=raw.device), rows, width)
+    result = empty_rows(rows, heads * HEAD_DIM, torch.float16, raw.device)
     facts = (head_map, batch.lanes, batch.starts, batch.span_lengths)
-    tensors = (raw, z, b, a, norms, history, taps, decay, dt_bias, norm, state, values, result.factors, *log, *facts)
+    tensors = (raw, z, b, a, norms, history, taps, decay, dt_bias, norm, state, result.values, result.factors, *log, *facts)
     strides = (x.stride(0) for x in (raw, z, b, a))
     if batch.num_spans:
         form = form_for(batch.num_spans)

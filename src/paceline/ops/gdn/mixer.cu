@@ -346,7 +346,6 @@ struct Arguments {
     float eps, bound;  // of an output over the norm of its row
 };
 
-// Grid: value heads, spans.
 // The one of four numbers side by side that is at ``index`` of a tensor.
 __device__ __forceinline__ float one_of(const float4& four, int64 index) { return reinterpret_cast<const float*>(&four)[index % 4]; }
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from paceline.ops import nvrtc
-from paceline.ops.dispatch import by_device, uses_kernels, uses_special_kernels
+from paceline.ops.dispatch import by_device, uses_kernels
 from paceline.ops.linear import hopper, ref
 from paceline.ops.linear.merged import Merged, merge
 from paceline.ops.linear.ref import TILE_ROWS, PackedWeight
@@ -54,7 +54,7 @@ def decode_arithmetic(device: torch.device) -> str:
     """Which decode product runs on ``device``, with its version: products of different names give different bits."""
     if not uses_kernels(device):
         return "reference-1"
-    if uses_special_kernels() and nvrtc.available(device):
+    if nvrtc.available(device):
         return f"hopper-{hopper.VERSION}"
     return "portable-2"
 

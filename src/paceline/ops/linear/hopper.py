@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from paceline.ops import nvrtc
-from paceline.ops.linear.rows import Rows
+from paceline.ops.linear.rows import Rows, empty_rows
 from paceline.ops.linear.tiles import TILE_ROWS, TiledWeight, unit_bytes
 from paceline.ops.quant import fields
 
@@ -53,10 +53,8 @@ def decode(x: Rows, weight: TiledWeight) -> Tensor:
 def decode_swiglu(x: Rows, weight: TiledWeight, longest: float) -> Rows:
     """silu(gate) up of x [M, K], for a weight [2 F, K] in one of ``FORMS`` whose first half is gate's and whose second one
     is up's, F being a multiple of ``COLUMN_STEP``. ``longest`` bounds the product of the norms of a row of either."""
-    width = weight.shape[0] // 2
-    values = torch.empty(x.values.shape[0], width, dtype=torch.float16, device=x.device)
-    result = Rows(values, torch.empty(len(values), device=x.device), x.rows, width)
-    _in_launches(x, weight, values, result.factors, longest)
+    result = empty_rows(x.rows, weight.shape[0] // 2, torch.float16, x.device)
+    _in_launches(x, weight, result.values, result.factors, longest)
     return result
 
 

@@ -27,10 +27,9 @@ import triton.language as tl
 from torch import Tensor
 
 from paceline.ops import nvrtc
-from paceline.ops.dispatch import uses_special_kernels
 from paceline.ops.launch import await_turn, has_little_shared_memory, pdl
 from paceline.ops.linear import hopper
-from paceline.ops.linear.rows import COLUMN_STEP, ROW_STEP, Rows, padded
+from paceline.ops.linear.rows import COLUMN_STEP, ROW_STEP, Rows, empty_rows, padded
 from paceline.ops.linear.tiles import TILE_ROWS, TiledWeight, tile
 from paceline.ops.quant import QuantTensor, fields
 from paceline.types import RowKind
@@ -495,13 +494,14 @@ def products(x: Tensor | Rows, weights: Sequence[TiledWeight], kind: RowKind) ->
 def prepare(x: Tensor, dtype: torch.dtype) -> Rows:
     """x [M, K] in ``dtype``, float16 or, for float32 weights, float32."""
     rows, columns = x.shape
-    width = padded(columns, COLUMN_STEP)
-    values = torch.empty(padded(rows, ROW_STEP), width, dtype=dtype, device=x.device)
-    factors = torch.empty(values.shape[0], device=x.device)
+    made = empty_rows(rows, columns, dtype, x.device)
+    width = made.values.shape[1]
     block = triton.next_power_of_2(width)
     warps = min(32, max(1, block // 1024))
-    _prepare_rows[(rows,)](x, values, factors, columns, *x.stride(), width, BLOCK=block, num_warps=warps, **pdl(x.device))
-    return Rows(values, factors, rows, columns)
+    _prepare_rows[(rows,)](
+        x, made.values, made.factors, columns, *x.stride(), width, BLOCK=block, num_warps=warps, **pdl(x.device)
+    )
+    return made
 
 
 def _product(x: Tensor | Rows, weight: TiledWeight, kind: RowKind, prepared: dict[torch.dtype, Rows]) -> Tensor:
@@ -519,7 +519,7 @@ def _product(x: Tensor | Rows, weight: TiledWeight, kind: RowKind, prepared: dic
         raise TypeError(f"a weight in form {weight.form} needs rows in {dtype}, not {x.values.dtype}")
     if kind == "prefill":
         return _prefill(x, weight)
-    if weight.form in hopper.FORMS and nvrtc.available(x.device) and uses_special_kernels():
+    if weight.form in hopper.FORMS and nvrtc.available(x.device):
         return hopper.decode(x, weight)
     return _decode(x, weight)
 

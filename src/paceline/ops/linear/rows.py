@@ -41,6 +41,13 @@ class Rows:
         return self.values.device
 
 
+def empty_rows(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Rows:
+    """Room for a kernel to leave its rows in."""
+    held = padded(rows, ROW_STEP)
+    values = torch.empty(held, padded(columns, COLUMN_STEP), dtype=dtype, device=device)
+    return Rows(values, torch.empty(held, device=device), rows, columns)
+
+
 def padded(count: int, step: int) -> int:
     """``count``, rounded up to a multiple of ``step``."""
     return -(-count // step) * step

@@ -4,7 +4,6 @@ import torch
 from torch import Tensor
 
 from paceline.ops import nvrtc
-from paceline.ops.dispatch import uses_kernels, uses_special_kernels
 from paceline.ops.linear import Merged, Rows, TiledWeight, hopper, row_norms
 from paceline.ops.linear.rows import COLUMN_STEP
 from paceline.ops.mlp import ref
@@ -17,7 +16,13 @@ def mlp_hidden(
     x: Tensor | Rows, gate_up: Merged, longest: float | None, kind: RowKind, operand: torch.dtype | None = None
 ) -> Tensor | Rows:
     """See ``ref.mlp_hidden``. Decode rows that have norms are one launch on Hopper GPUs."""
-    if kind == "decode" and longest is not None and isinstance(x, Rows) and x.norms is not None and uses_special_kernels():
+    if (
+        kind == "decode"
+        and longest is not None
+        and isinstance(x, Rows)
+        and x.norms is not None
+        and nvrtc.available(x.device)
+    ):
         weight = gate_up.weights[0]
         assert isinstance(weight, TiledWeight)
         return hopper.decode_swiglu(x, weight, longest)
@@ -34,7 +39,7 @@ def longest_rows(gate_up: Merged) -> float | None:
         return None
     if features % COLUMN_STEP or (up.start, up.stop) != (features, 2 * features):
         return None
-    if not (uses_kernels(weight.data.device) and nvrtc.available(weight.data.device)):
+    if not nvrtc.available(weight.data.device):
         return None
     norms = row_norms(weight)
     return float(norms[:features].max() * norms[features:].max())
