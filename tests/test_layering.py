@@ -16,7 +16,7 @@ LAYERS = [
     ["transfer", "intersections"],
     ["batch"],
     ["ops"],
-    ["views", "sampling", "penalties", "forcing", "structure", "logprobs", "accept", "text", "messages"],
+    ["views", "sampling", "penalties", "forcing", "structure", "logprobs", "text", "messages"],
     ["models", "weights", "state", "parsing"],
     ["engine"],
     ["bench", "selfcheck"],

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.config import PAGE_SIZE
 from paceline.transfer import to_device
 from paceline.types import RowKind
 
@@ -59,16 +58,6 @@ class PackedBatch:
     def row_offsets(self) -> Tensor:
         """[N]: how many rows of its span come before each row."""
         return self.positions - self.span_bases[self.row_span]
-
-    def slots(self, page_table: Tensor) -> Tensor:
-        """[N]: where the K/V of each row lies, page * PAGE_SIZE + offset, by a table [L, P] of every lane's pages."""
-        key = ("slots", id(page_table))
-        if key not in self.plans:
-            pages = page_table[self.lanes[self.row_span], self.positions // PAGE_SIZE].long()
-            # the table is kept beside the slots, so that its id cannot be taken over by another while the batch lives
-            self.plans[key] = (pages * PAGE_SIZE + self.positions % PAGE_SIZE, page_table)
-        slots: Tensor = self.plans[key][0]
-        return slots
 
 
 def facts(

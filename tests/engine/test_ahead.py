@@ -15,6 +15,7 @@ from paceline.bench.law_cases import Case
 from paceline.config import PAGE_SIZE
 from paceline.engine.ahead import DraftsAhead, _room
 from paceline.engine.decode import (
+    Behind,
     DecodeInputs,
     DecodeShape,
     decode_inputs,
@@ -37,7 +38,7 @@ class Uncaptured(Graphs):
     def __init__(self, runner: Runner) -> None:
         self.runner, self.times = runner, 0
 
-    def verify(self, spans: Sequence[VerifySpan]) -> None:
+    def verify(self, spans: Sequence[VerifySpan], behind: Sequence[Behind] | None = None) -> None:
         return None
 
     def prefill(self, spans: Sequence[PrefillSpan]) -> None:
@@ -46,21 +47,21 @@ class Uncaptured(Graphs):
     def draft(self, spans: Sequence[VerifySpan]) -> None:
         return None
 
-    def draft_behind(self, spans: Sequence[VerifySpan], keep: Tensor, anchors: Tensor) -> Tensor:
+    def draft_behind(self, spans: Sequence[VerifySpan], places: Sequence[int], ends: Tensor) -> Tensor:
         self.times += 1
         assert self.runner.drafter is not None
-        return self.runner.drafter.propose(_moved(spans, keep, anchors), self.runner.pool)
+        return self.runner.drafter.propose(_moved(spans, places, ends), self.runner.pool)
 
 
 class Plain(Uncaptured):
     """Has graphs of verify forwards too, which are run as they are."""
 
-    def verify(self, spans: Sequence[VerifySpan]) -> Any:
+    def verify(self, spans: Sequence[VerifySpan], behind: Sequence[Behind] | None = None) -> Any:
         self.times += 1
         return Forward(self.runner, decode_inputs(spans, 8, self.runner.pool))
 
-    def verify_behind(self, spans: Sequence[VerifySpan], keep: Tensor, anchors: Tensor, limits: Tensor) -> Any:
-        return self.verify(_moved(spans, keep, anchors))
+    def verify_behind(self, spans: Sequence[VerifySpan], behind: Sequence[Behind], ends: Tensor) -> Any:
+        return self.verify(_moved(spans, [each.place for each in behind], ends))
 
 
 @dataclass
@@ -72,8 +73,8 @@ class Forward:
         lengths, pool = [span.length for span in spans], self.runner.pool
         shape = DecodeShape(sum(lengths), len(spans))
         packed = torch.as_tensor(pack_decode(spans, block, shape, pool.spare_lane, counts))
-        batch, anchors, sources = unpack_decode(packed, shape, lengths, [span.start for span in spans])
-        return DecodeInputs(replace(self.inputs.half, batch=batch), anchors, sources)
+        batch, *others = unpack_decode(packed, shape, lengths, [span.start for span in spans])
+        return DecodeInputs(replace(self.inputs.half, batch=batch), *others)
 
     def run(self, drafts: Tensor | None) -> tuple[Tensor, Tensor]:
         tokens = self.inputs.tokens(drafts)
@@ -122,9 +123,9 @@ def after(spans: Sequence[VerifySpan], yielded: Sequence[tuple[int, ...]]) -> li
     return [replace(span, start=span.start + len(tokens), anchor=tokens[-1]) for span, tokens in facts]
 
 
-def _moved(spans: Sequence[VerifySpan], keep: Tensor, anchors: Tensor) -> list[VerifySpan]:
-    facts = zip(spans, keep.tolist(), anchors.tolist(), strict=True)
-    return [replace(span, start=span.start + kept, anchor=anchor) for span, kept, anchor in facts]
+def _moved(spans: Sequence[VerifySpan], places: Sequence[int], ends: Tensor) -> list[VerifySpan]:
+    facts = zip(spans, ends[list(places)].tolist(), strict=True)
+    return [replace(span, start=span.start + kept, anchor=anchor) for span, (kept, anchor) in facts]
 
 
 def _request(name: str, temperature: float = 0.0) -> Request:
@@ -136,12 +137,12 @@ def test_inputs_advance_to_those_of_the_next_round(bench: Workbench) -> None:
     drafter, spare = plain.drafter, plain.pool.spare_lane
     assert isinstance(drafter, DFlashDrafter)
     spans = [VerifySpan(_request("a", 0.7), 0, 100, 17, 7), VerifySpan(_request("b"), 2, 5, 18, 3)]
-    keep, anchors = torch.tensor([8, 1]), torch.tensor([40, 41])
-    behind = _moved(spans, keep, anchors)
+    ends, places = torch.tensor([[1, 41], [5, 5], [8, 40]]), (2, 0)
+    behind = _moved(spans, places, ends)
     for lanes in (2, 4):  # two lanes are padding, which stays as it is
-        before, kinds, limits = drafter.pack(spans, lanes, spare)
+        before, kinds, limits = drafter.pack(spans, lanes, spare, places)
         packed = to_device(before.copy(), plain.pool.device)
-        drafter.unpack(packed, [0] * lanes, kinds, limits).advance(keep, anchors)
+        drafter.unpack(packed, [0] * lanes, kinds, limits).advance(ends)
         now, then, expected = (
             drafter.unpack(torch.as_tensor(numbers), [0] * lanes, kinds, limits)
             for numbers in (packed, before, drafter.pack(behind, lanes, spare)[0])

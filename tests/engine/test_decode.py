@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from paceline.engine.decode import DecodeShape, pack_decode, unpack_decode
+from paceline.engine.decode import Behind, DecodeShape, pack_decode, unpack_decode
 from paceline.engine.graphs import decode_shapes, draft_buckets, prompt_shapes, span_buckets
 from paceline.engine.plan import PrefillSpan, VerifySpan
 from paceline.engine.prompts import PromptShape, pack_prompts, unpack_prompts
@@ -24,7 +24,8 @@ def unpacked(shape: DecodeShape) -> tuple[list[list[int]], list[int]]:
     """Fields of the batch, and the tokens of its rows."""
     packed = torch.from_numpy(pack_decode(SPANS, BLOCK, shape, SPARE))
     assert len(packed) == shape.size
-    batch, anchors, sources = unpack_decode(packed, shape, [4] * shape.spans, [0] * shape.spans)
+    batch, anchors, behind, sources = unpack_decode(packed, shape, [4] * shape.spans, [0] * shape.spans)
+    assert behind[0].tolist() == [-1] * shape.spans
     drafts = torch.tensor([[21, 22, 23], [31, 32, 33]])
     fields = (batch.positions, batch.row_span, batch.starts, batch.span_lengths, batch.span_bases, batch.lanes)
     return [field.tolist() for field in fields], torch.cat((anchors, drafts.flatten()))[sources].tolist()
@@ -42,6 +43,14 @@ def test_padding_is_an_empty_span_of_the_spare_lane() -> None:
     assert positions[7:] == [0, 0, 0] and row_span[7:] == [4, 4, 4]
     assert starts == [0, 4, 5, 7, 7] and lengths == [4, 1, 2, 0, 0] and bases[3:] == [0, 0] and lanes[3:] == [SPARE, SPARE]
     assert tokens[:7] == TOKENS
+
+
+def test_where_spans_go_on_from_lies_beside_them() -> None:
+    shape = DecodeShape(10, 5, padded=True)
+    packed = pack_decode(SPANS, BLOCK, shape, SPARE, behind=[Behind(2, 30), Behind(0, 20), Behind(1, 10)])
+    _, anchors, behind, sources = unpack_decode(torch.from_numpy(packed), shape, [4] * 5, [0] * 5)
+    assert anchors.tolist() == [11, 12, 13, 0, 0] and sources[:2].tolist() == [0, 5]
+    assert behind.tolist() == [[2, 0, 1, -1, -1], [30, 20, 10, 0, 0]]
 
 
 @pytest.mark.parametrize("block", [1, 4, 8, 16])

@@ -225,7 +225,7 @@ def ahead_of_the_host(parts: EngineParts, kind: type[Uncaptured]) -> Uncaptured:
 
 
 @pytest.mark.parametrize(("kind", "speculation"), AHEAD, ids=["drafts", "forwards", "both"])
-@pytest.mark.parametrize("place", ["verify", "sampling", "commit of a verify span", "structures", "scores"])
+@pytest.mark.parametrize("place", ["verify", "first verify", "commit of a verify span", "structures", "scores"])
 def test_a_fault_in_a_round_that_was_begun_ahead(
     place: str,
     kind: type[Uncaptured],

@@ -22,12 +22,11 @@ from paceline.engine.engine import Engine
 from paceline.engine.loop import Cancel, EngineLoop, Message, Stop, Submit
 from paceline.engine.memory import IDLE_SECONDS
 from paceline.engine.plan import Round, RoundFailed, RoundResult
-from paceline.engine.rows import sampling_rows
+from paceline.engine.rows import picked
 from paceline.engine.runner import Runner
 from paceline.engine.sequence import Sequence
 from paceline.errors import EngineDead
 from paceline.models.qwen35 import Qwen35
-from paceline.sampling import pick
 from paceline.state.pages import PageAllocator
 from paceline.state.pool import Half, SpanRows, StatePool, Txn
 from paceline.state.shapes import pages_for
@@ -138,14 +137,17 @@ class Fault:
             raise MemoryError("out of memory")
 
 
-def fault_in_verify(fault: Fault, parts: EngineParts, patch: pytest.MonkeyPatch) -> None:
-    """After the forward, when K/V rows have been written."""
+def fault_in_drawing(faulty: Callable[[int], bool]) -> Callable[[Fault, EngineParts, pytest.MonkeyPatch], None]:
+    """Where a token is drawn for the victim, by how many it has then: after the forward, when K/V rows have been written."""
 
-    def rows(draws: list[tuple[Request, int]], device: torch.device) -> Any:
-        fault(any(r.id == VICTIM and position > len(r.prompt) + 4 for r, position in draws))
-        return sampling_rows(draws, device)
+    def inject(fault: Fault, parts: EngineParts, patch: pytest.MonkeyPatch) -> None:
+        def drawn(logits: torch.Tensor, draws: list[tuple[Request, int]]) -> torch.Tensor:
+            fault(any(r.id == VICTIM and faulty(position - len(r.prompt)) for r, position in draws))
+            return picked(logits, draws)
 
-    patch.setattr("paceline.engine.runner.sampling_rows", rows)
+        patch.setattr("paceline.engine.runner.picked", drawn)
+
+    return inject
 
 
 def fault_in_forward(fault: Fault, parts: EngineParts, patch: pytest.MonkeyPatch) -> None:
@@ -159,22 +161,6 @@ def fault_in_forward(fault: Fault, parts: EngineParts, patch: pytest.MonkeyPatch
     patch.setattr(Qwen35, "forward", forward)
 
 
-def fault_in_sampling(fault: Fault, parts: EngineParts, patch: pytest.MonkeyPatch) -> None:
-    """Where tokens are drawn for rows of which the victim's are a part."""
-    drawing: list[bool] = []
-
-    def rows(draws: list[tuple[Request, int]], device: torch.device) -> Any:
-        drawing[:] = [any(r.id == VICTIM and position > len(r.prompt) for r, position in draws)]
-        return sampling_rows(draws, device)
-
-    def draw(*inputs: Any) -> Any:
-        fault(drawing[0])
-        return pick(*inputs)
-
-    patch.setattr("paceline.engine.runner.sampling_rows", rows)
-    patch.setattr("paceline.engine.runner.pick", draw)
-
-
 def fault_in_booking(fault: Fault, parts: EngineParts, patch: pytest.MonkeyPatch) -> None:
     """The host's own work for a lane, when the device has done its."""
     original = Sequence.extend
@@ -184,14 +170,6 @@ def fault_in_booking(fault: Fault, parts: EngineParts, patch: pytest.MonkeyPatch
         return original(self, tokens)
 
     patch.setattr(Sequence, "extend", extend)
-
-
-def fault_in_first_token(fault: Fault, parts: EngineParts, patch: pytest.MonkeyPatch) -> None:
-    def rows(draws: list[tuple[Request, int]], device: torch.device) -> Any:
-        fault(any(r.id == VICTIM and position == len(r.prompt) for r, position in draws))
-        return sampling_rows(draws, device)
-
-    patch.setattr("paceline.engine.runner.sampling_rows", rows)
 
 
 def fault_in_later_chunk(fault: Fault, parts: EngineParts, patch: pytest.MonkeyPatch) -> None:
@@ -238,9 +216,9 @@ def lane_of(parts: EngineParts) -> int:
 FAULTS = {
     "begin": fault_in_begin,
     "forward": fault_in_forward,
-    "verify": fault_in_verify,
-    "sampling": fault_in_sampling,
-    "first token": fault_in_first_token,
+    "verify": fault_in_drawing(lambda tokens: tokens > 4),
+    "first verify": fault_in_drawing(lambda tokens: tokens > 0),
+    "first token": fault_in_drawing(lambda tokens: tokens == 0),
     "later chunk": fault_in_later_chunk,
     "commit of a verify span": fault_in_commit("decode"),
     "commit of a chunk": fault_in_commit("prefill"),
@@ -404,7 +382,7 @@ def test_drafting_and_then_verifying_fail(
         raise RuntimeError("drafting failed")
 
     monkeypatch.setattr(type(parts.runner.drafter), "propose", propose)
-    fault_in_verify(Fault(once=False), parts, monkeypatch)
+    FAULTS["verify"](Fault(once=False), parts, monkeypatch)
     run = serve(parts, three(parts, prompts))
     assert run.reasons() == {"0": "length", VICTIM: "error", "2": "length"}
     assert run.tokens["0"] == undisturbed["0"] and run.tokens["2"] == undisturbed["2"]

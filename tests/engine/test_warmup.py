@@ -26,5 +26,5 @@ def test_warming_up_leaves_no_trace(lanes: int, monkeypatch: pytest.MonkeyPatch)
     parts.runner.pool.check()
     allocator = parts.runner.pool.allocator
     assert allocator.free == allocator.total
-    assert len(rounds) == 15 and max(len(round.prefill) for round in rounds) == min(lanes, 3)
+    assert len(rounds) == 20 and max(len(round.prefill) for round in rounds) == min(lanes, 3)
     assert {span.drafts for round in rounds for span in round.verify} == {0, 7}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,13 +18,14 @@ from triton.runtime.jit import JITFunction
 
 from paceline import sampling
 from paceline.config import EngineOptions
-from paceline.engine import graphs
+from paceline.engine import graphs, runner
 from paceline.engine.build import build
 from paceline.engine.graphs import Graphs
 from paceline.engine.plan import Following, PrefillSpan, Round, VerifySpan
 from paceline.engine.runner import Runner
 from paceline.engine.warmup import warm_up
 from paceline.ops import dispatch
+from paceline.ops.accept import accept, ref
 from paceline.ops.linear import kernel as products
 from paceline.types import Request
 
@@ -80,13 +82,14 @@ def as_on_a_gpu() -> None:
         (products, "_multiply_panel", lambda *panel: None),
         (products, "_heights", lambda *shape: products._PANELS),
         (sampling, "_pick_by_kind", sampling._pick_together),
+        (runner, "accept", lambda *given: (accept(*given), ref.accept(*given))[1]),  # the host goes on with what it says
     ]
     for owner, name, value in replaced:
         setattr(owner, name, value)
 
 
 def decode(runner: Runner, lengths: list[int]) -> None:
-    """A round of prompts, and rounds behind it with and without drafts."""
+    """A round of prompts, and rounds behind it with drafts, without, and with tokens that are known."""
     pool, spans = runner.pool, []
     for number, length in enumerate(lengths):
         lane = pool.admit(length + 64)
@@ -97,6 +100,8 @@ def decode(runner: Runner, lengths: list[int]) -> None:
     for drafts in (7, 7, 3, 0, 0):
         verify = [VerifySpan(span.request, span.lane, runner.pool.committed(span.lane), 5, drafts) for span in spans]
         runner.run(Round(tuple(verify), (), following=tuple(Following(place, drafts) for place in range(len(verify)))))
+    known = [replace(span, start=runner.pool.committed(span.lane), drafts=2, known=(1, 2)) for span in verify]
+    runner.run(Round(tuple(known), ()))
     for span in spans:
         pool.release(span.lane)
 
@@ -116,13 +121,13 @@ def main(rounds: list[list[int]]) -> None:
         options = EngineOptions(device="cpu", max_concurrency=8, max_ctx=1024, cache_type_k="q8_0", cache_type_v="q8_0")
         parts = build(options)
         target, drafter, pool = parts.runner.target, parts.runner.drafter, parts.runner.pool
-        runner = Runner(target, drafter, pool, graphs=Graphs(target, drafter, pool), run_ahead=True)
-        warm_up(runner)
+        of_rounds = Runner(target, drafter, pool, graphs=Graphs(target, drafter, pool), run_ahead=True)
+        warm_up(of_rounds)
         assert new, "nothing was launched"
         found = {}
         for lengths in rounds:
             new.clear()
-            decode(runner, lengths)
+            decode(of_rounds, lengths)
             found[",".join(map(str, lengths))] = sorted(new)
         new.clear()
         for rows in (1, 2, 3, 5, 16, 48):

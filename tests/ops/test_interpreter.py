@@ -21,19 +21,21 @@ os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported, which the 
 
 from paceline.batch import PackedBatch, facts, pack, unpack
 from paceline.config import PAGE_SIZE, CacheType
+from paceline.ops.accept import accept
 from paceline.ops.activation import gated_heads, swiglu
+from paceline.ops.advance import advance, input_tokens
 from paceline.ops.attention import attention, attention_inputs
 from paceline.ops.conv import advance_history, causal_conv, conv_history, dynamic_conv
 from paceline.ops.dispatch import force
 from paceline.ops.gdn import gdn_inputs, gdn_prefill, gdn_replay, gdn_verify
-from paceline.ops.kv import PagedTensor, allocate_pages, write_rows
+from paceline.ops.kv import PagedTensor, allocate_pages, row_slots, write_rows
 from paceline.ops.linear import TiledWeight, linear
 from paceline.ops.linear import pack as pack_weight
 from paceline.ops.norm import add_rms_norm, gated_output, rms_norm
 from paceline.ops.quant import dequantize, dequantize_rows
 from paceline.ops.rope import RopeTable, apply_rope
 from paceline.ops.sample import draw
-from paceline.ops.topk import argmax, top_k
+from paceline.ops.topk import argmax, peaks, top_k
 from paceline.types import RowKind
 
 CPU = torch.device("cpu")
@@ -237,3 +239,52 @@ def test_rows_may_lie_anywhere(size: int) -> None:
         one, other = swiglu(x_moved, delta_moved), swiglu(x, delta)
         assert isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other)
     close(n, rms_norm(x + delta, weight, 1e-6))
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_acceptance(given: bool) -> None:
+    lengths = torch.tensor([3, 1, 8, 5, 0])
+    starts = lengths.cumsum(0) - lengths
+    tokens, picks = torch.randint(0, 2, (19,)), torch.randint(0, 2, (17,))
+    logits = torch.randn(17, 5000)
+    logits[3, 4900], logits[0, 17] = torch.nan, torch.inf
+    held = torch.tensor([1, -1, 7, -1, -1]) if given else None
+    with force("kernel"):
+        parts = peaks(logits)
+    assert parts.shape[1] > 1 and torch.equal(parts.amax(1)[[0, 3]].isfinite(), torch.tensor([False, False]))
+    for got, expected in zip(*both(accept, tokens, picks, parts, starts, lengths, 8, held), strict=True):
+        assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("drafting", [False, True])
+def test_inputs_advance(drafting: bool) -> None:
+    blocks, ends = 130, torch.tensor([[3, 90, 0], [8, 91, 0], [0, 92, 0]])[:, :2]
+    lengths = [4] * blocks if drafting else [1 + at % 4 for at in range(blocks)]
+    packed = torch.from_numpy(facts(lengths, [*range(blocks)], [*range(blocks)]))
+    places, limits = torch.arange(blocks) % 4 - 1, torch.arange(blocks) % 9
+    results = []
+    for implementation in ("ref", "kernel"):
+        batch = unpack("decode", packed.clone(), lengths, [0] * blocks, sum(lengths), blocks)
+        anchors, draws = torch.arange(blocks), torch.arange(3 * blocks)
+        with force(implementation):
+            advance(ends, places, anchors, batch, None if drafting else limits, draws if drafting else None)
+        results.append((batch.positions, batch.span_bases, batch.span_lengths, anchors, draws))
+    for got, expected in zip(*results, strict=True):
+        assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("drafts", [None, 300])
+def test_input_tokens(drafts: int | None) -> None:
+    anchors, made = torch.arange(100, 105), None if drafts is None else torch.arange(drafts).view(-1, 3)
+    sources = torch.randint(0, 5 + (drafts or 0), (200,))
+    out, expected = torch.zeros(2, 200, dtype=torch.long)
+    with force("kernel"):
+        input_tokens(anchors, sources, made, out)
+    input_tokens(anchors, sources, made, expected)
+    assert torch.equal(out, expected)
+
+
+def test_slots_of_rows() -> None:
+    table = torch.randint(0, 9, (5, 8), dtype=torch.int32)
+    got, expected = both(row_slots, table, batch_of(padded=True))
+    assert torch.equal(got, expected)

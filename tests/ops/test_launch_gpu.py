@@ -16,7 +16,7 @@ from paceline.ops.activation import gated_heads, swiglu
 from paceline.ops.attention import attention, attention_inputs
 from paceline.ops.conv import advance_history, dynamic_conv
 from paceline.ops.gdn import ReplayLog, gdn_mixer, gdn_replay, output_bound
-from paceline.ops.kv import PagedTensor, StagedRows, allocate_pages, write_kept, write_rows
+from paceline.ops.kv import PagedTensor, StagedRows, allocate_pages, slots, write_kept, write_rows
 from paceline.ops.linear import Merged, PackedWeight, Rows, TiledWeight, linear, linears, merge, pack
 from paceline.ops.norm import add_rms_norm, rms_norm
 from paceline.ops.quant import dequantize_rows
@@ -132,7 +132,7 @@ class Round:
         q, gate = q.unflatten(-1, (HEADS, 2, HEAD_DIM)).unbind(2)
         k, v = (x.unflatten(-1, (KV_HEADS, HEAD_DIM)) for x in (k, v))
         weights = (self.per_head, self.per_head, EPS)
-        q = attention_inputs(q, k, v, *weights, self.angles, self.k, self.v, self.batch.slots(self.pages))
+        q = attention_inputs(q, k, v, *weights, self.angles, self.k, self.v, slots(self.pages, self.batch))
         o = attention(q, self.k, self.v, self.pages, self.batch, scale=HEAD_DIM**-0.5, causal=True)
         return linear(gated_heads(o, gate, torch.float16), self.o_proj, "decode")
 

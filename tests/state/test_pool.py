@@ -18,7 +18,7 @@ from paceline.batch import pack
 from paceline.config import CHUNK_SIZE, PAGE_SIZE, DrafterConfig, TargetConfig
 from paceline.ops.conv import conv_history
 from paceline.ops.gdn import gdn_replay
-from paceline.ops.kv import read_pages, write_rows
+from paceline.ops.kv import read_pages, slots, write_rows
 from paceline.state.pool import Half, LaneFork, SpanRows, StatePool, Txn
 from paceline.state.shapes import StateShape, kv_bytes_per_token, lane_bytes, pages_for, spare_bytes
 from paceline.views import AttentionView
@@ -148,7 +148,7 @@ def forward(half: Half | None, sequences: dict[int, Sequence], right: dict[int, 
     for view in half.target.layers:
         if isinstance(view, AttentionView):
             for side, cache in enumerate((view.k, view.v)):
-                write_rows(cache, batch.slots(view.page_table), pick(lambda rows, at=(side, attention): rows.kv[at]))  # type: ignore[misc]
+                write_rows(cache, slots(view.page_table, batch), pick(lambda rows, at=(side, attention): rows.kv[at]))  # type: ignore[misc]
             attention += 1
             continue
         raw = pick(lambda rows, layer=gdn: rows.raw[layer])  # type: ignore[misc]
@@ -175,7 +175,7 @@ def draft(pool: StatePool, txn: Txn) -> None:
     batch = pack("decode", [BLOCK] * len(starts), starts, pool.device, lanes)
     for view in pool.draft_views():
         for cache in (view.k, view.v):
-            write_rows(cache, batch.slots(view.page_table), torch.randn(batch.num_rows, 1, HEAD_DIM))
+            write_rows(cache, slots(view.page_table, batch), torch.randn(batch.num_rows, 1, HEAD_DIM))
 
 
 def stored(values: Tensor, like: Any) -> Tensor:

@@ -16,11 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.accept import Verdict
 from paceline.config import PAGE_SIZE
-from paceline.engine.decode import DecodeInputs
+from paceline.engine.decode import Behind, DecodeInputs
 from paceline.engine.graphs import CapturedVerify, Graphs
 from paceline.engine.plan import Round, VerifySpan
+from paceline.ops.accept import Verdict
 from paceline.state.pages import DUMMY_PAGE
 from paceline.state.pool import StatePool
 from paceline.transfer import to_device
@@ -33,28 +33,15 @@ def _place(span: VerifySpan) -> _Place:
     return span.request.id, span.start, span.anchor
 
 
-@dataclass(frozen=True, slots=True)
-class Ends:
-    """How the lanes of a round's ``going_on`` [G] end: rows that each keeps behind its start (none where its prompt ends
-    there) and the token that it goes on with. On the device."""
-
-    keep: Tensor
-    anchors: Tensor
-
-    @classmethod
-    def of(cls, round: Round, verdict: Verdict, first: Tensor) -> Ends:
-        spans = len(round.verify)
-        keep = verdict.keep[:spans]
-        last = verdict.tokens[:spans].gather(1, keep.unsqueeze(1) - 1).squeeze(1)
-        return cls(torch.cat((keep, torch.zeros_like(first))), torch.cat((last, first)))
-
-    def at(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
-        where = to_device(np.array(indices), self.keep.device)
-        return self.keep[where], self.anchors[where]
+def ends_of(round: Round, verdict: Verdict, first: Tensor) -> Tensor:
+    """[G, 2], on the device: how the lanes of a round's ``going_on`` end, rows that each keeps behind its start (none where
+    its prompt ends there) and the token that it goes on with."""
+    ends = verdict.ends[: len(round.verify)]
+    return torch.cat((ends, torch.stack((torch.zeros_like(first), first), dim=1))) if len(first) else ends
 
 
 _End = tuple[int, int]
-"""The same of one lane, as the host learns it."""
+"""How one lane ends, as the host learns it."""
 
 
 def _behind(span: VerifySpan, end: _End) -> VerifySpan:
@@ -167,20 +154,20 @@ def _pages(span: VerifySpan, first: int, rows: int, pool: StatePool) -> tuple[in
     return tuple(pool.page(span.lane, page * PAGE_SIZE) for page in pages)
 
 
-def draft_ahead(round: Round, ends: Ends, graphs: Graphs) -> DraftsAhead | None:
-    """Behind a round that has been committed on the device, for the lanes that draft in the next one; None if nobody does,
-    or without a graph."""
+def draft_ahead(round: Round, ends: Tensor, graphs: Graphs) -> DraftsAhead | None:
+    """Behind a round that has been committed on the device, with these ``ends``, for the lanes that draft in the next one;
+    None if nobody does, or without a graph."""
     spans, following = round.going_on, round.following or ()
     drafting = tuple((each.place, spans[each.place]) for each in following if each.drafts)
     if not drafting:
         return None
-    keep, anchors = ends.at([index for index, _ in drafting])
-    drafts = graphs.draft_behind([span for _, span in drafting], keep, anchors)
+    places, its_spans = zip(*drafting, strict=True)
+    drafts = graphs.draft_behind(its_spans, places, ends)
     return None if drafts is None else DraftsAhead(drafts, drafting)
 
 
 def verify_ahead(
-    round: Round, ends: Ends, drafts: DraftsAhead | None, graphs: Graphs, pool: StatePool
+    round: Round, ends: Tensor, drafts: DraftsAhead | None, graphs: Graphs, pool: StatePool
 ) -> VerifyAhead | None:
     """Behind the same round, over the lanes that go on. None if that cannot be: where there is no graph, no page, or where
     the host has a say in what is drafted."""
@@ -197,9 +184,8 @@ def verify_ahead(
             return None
     if not spans:
         return None
-    keep, anchors = ends.at([index for index, _ in spans])
-    room = to_device(np.array(limits), keep.device)
-    captured = graphs.verify_behind([span for _, span in spans], keep, anchors, room)
+    behind = [Behind(index, limit) for (index, _), limit in zip(spans, limits, strict=True)]
+    captured = graphs.verify_behind([span for _, span in spans], behind, ends)
     if captured is None:
         return None
     return VerifyAhead(captured, *captured.run(None if drafts is None else drafts.drafts), spans, tuple(pages))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ from paceline.batch import PackedBatch, facts, unpack
 from paceline.engine.drafting import Drafter
 from paceline.engine.plan import VerifySpan
 from paceline.models.qwen35 import Qwen35
+from paceline.ops.advance import advance, input_tokens
 from paceline.state.pool import Half, StatePool
 from paceline.transfer import to_device
 
@@ -28,33 +30,37 @@ class DecodeShape:
     @property
     def size(self) -> int:
         """Length of what ``pack_decode`` makes."""
-        return 3 * self.rows + 5 * self.spans
+        return 3 * self.rows + 7 * self.spans
+
+
+class Behind(NamedTuple):
+    """Where a span goes on from, in a forward that is launched before that is known: from entry ``place`` of the ends of the
+    round before (``ops.advance``); its request has room for ``room`` tokens behind the anchor there was before."""
+
+    place: int
+    room: int
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeInputs:
-    """A verify forward before its tokens are known: row r's token is entry ``sources[r]`` of (anchors ‖ drafts)."""
+    """A verify forward before its tokens are known: row r's token is entry ``sources[r]`` of (anchors ‖ drafts). ``behind``
+    [2, S] are places and rooms, of no meaning where the forward does not follow another round's."""
 
     half: Half
     anchors: Tensor
+    behind: Tensor
     sources: Tensor
 
-    def advance(self, keep: Tensor, anchors: Tensor, limits: Tensor) -> None:
-        """In place, for the first of the spans: to behind ``keep`` [D] more committed rows, with other ``anchors`` [D]. Of a
-        span count no more rows than its request has room for: ``limits`` [D], of which those kept have taken theirs."""
-        batch, spans = self.half.batch, keep.shape[0]
-        moved = torch.zeros_like(batch.span_bases)
-        moved[:spans] = keep
-        batch.positions.add_(moved[batch.row_span])
-        batch.span_bases.add_(moved)
-        lengths = batch.span_lengths[:spans]
-        lengths.copy_(lengths.minimum(limits - keep).clamp_(min=0))
-        self.anchors[:spans] = anchors
+    def advance(self, ends: Tensor) -> None:
+        """In place, to behind the rows that the round before has kept: its ``ends`` [G, 2]."""
+        places, rooms = self.behind
+        advance(ends, places, self.anchors, self.half.batch, limits=rooms)
 
     def tokens(self, drafts: Tensor | None, out: Tensor | None = None) -> Tensor:
         """[N] of drafts [D, B - 1]."""
-        choices = self.anchors if drafts is None else torch.cat((self.anchors, drafts.flatten()))
-        return torch.index_select(choices, 0, self.sources, out=out)
+        out = torch.empty_like(self.sources) if out is None else out
+        input_tokens(self.anchors, self.sources, drafts, out)
+        return out
 
 
 def pack_decode(
@@ -63,9 +69,11 @@ def pack_decode(
     shape: DecodeShape,
     spare_lane: int,
     counts: Sequence[int] | None = None,
+    behind: Sequence[Behind] | None = None,
 ) -> np.ndarray:
     """All numbers of a verify forward over [anchor, drafts …] of every span, for one transfer. ``counts``: how many rows of
-    each span count, where that may be fewer than were laid out; a span without any is nobody's."""
+    each span count, where that may be fewer than were laid out; a span without any is nobody's. ``behind``: where each goes
+    on from, for ``DecodeInputs.advance``."""
     packed = np.zeros(shape.size, np.int64)
     lengths = [span.length for span in spans]
     padding = (shape.rows, shape.spans, spare_lane) if shape.padded else ()
@@ -74,8 +82,11 @@ def pack_decode(
         _, real, _, lanes = of_batch[2 * shape.rows :].reshape(4, -1)[:, : len(counts)]
         real[:], lanes[np.asarray(counts) == 0] = counts, spare_lane
     packed[: of_batch.size] = of_batch
-    anchors, sources = packed[of_batch.size :][: shape.spans], packed[of_batch.size + shape.spans :]
-    anchors[: len(spans)] = [span.anchor for span in spans]
+    of_spans, sources = np.split(packed[of_batch.size :], [3 * shape.spans])
+    anchors, places, rooms = of_spans.reshape(3, -1)
+    anchors[: len(spans)], places[:] = [span.anchor for span in spans], -1
+    if behind is not None:
+        places[: len(spans)], rooms[: len(spans)] = zip(*behind, strict=True)
     row, drafting = 0, 0
     for index, span in enumerate(spans):
         sources[row] = index
@@ -88,10 +99,11 @@ def pack_decode(
 
 def unpack_decode(
     packed: Tensor, shape: DecodeShape, lengths: Sequence[int], bases: Sequence[int]
-) -> tuple[PackedBatch, Tensor, Tensor]:
-    """(batch, anchors [S], sources [N]) as views of ``pack_decode``'s array on a device."""
-    of_batch, anchors, sources = packed.split((2 * shape.rows + 4 * shape.spans, shape.spans, shape.rows))
-    return unpack("decode", of_batch, lengths, bases, shape.rows, shape.spans), anchors, sources
+) -> tuple[PackedBatch, Tensor, Tensor, Tensor]:
+    """(batch, anchors [S], behind [2, S], sources [N]) as views of ``pack_decode``'s array on a device."""
+    rows, spans = shape.rows, shape.spans
+    of_batch, anchors, behind, sources = packed.split((2 * rows + 4 * spans, spans, 2 * spans, rows))
+    return unpack("decode", of_batch, lengths, bases, rows, spans), anchors, behind.view(2, spans), sources
 
 
 def decode_inputs(spans: Sequence[VerifySpan], block: int, pool: StatePool) -> DecodeInputs:
@@ -99,8 +111,8 @@ def decode_inputs(spans: Sequence[VerifySpan], block: int, pool: StatePool) -> D
     lengths = [span.length for span in spans]
     shape = DecodeShape(sum(lengths), len(spans))
     packed = to_device(pack_decode(spans, block, shape, pool.spare_lane), pool.device)
-    batch, anchors, sources = unpack_decode(packed, shape, lengths, [span.start for span in spans])
-    return DecodeInputs(pool.half(batch), anchors, sources)
+    batch, *others = unpack_decode(packed, shape, lengths, [span.start for span in spans])
+    return DecodeInputs(pool.half(batch), *others)
 
 
 def verify_forward(target: Qwen35, drafter: Drafter | None, tokens: Tensor, half: Half) -> Tensor:

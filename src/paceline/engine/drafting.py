@@ -14,6 +14,7 @@ from paceline.engine.plan import VerifySpan
 from paceline.engine.rows import pack_draws
 from paceline.models.dflash import DFlash
 from paceline.models.qwen35 import Qwen35
+from paceline.ops.advance import advance
 from paceline.sampling import Kind, SamplingRows, packed_size
 from paceline.state.pool import StatePool
 from paceline.transfer import to_device
@@ -35,19 +36,17 @@ class Drafter(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DraftInputs:
-    """One block of B rows behind the committed context of each of D lanes; ``rows`` has D * (B - 1) entries."""
+    """One block of B rows behind the committed context of each of D lanes; ``rows`` has D * (B - 1) entries. ``places`` [D]
+    are of no meaning where the forward does not follow a round whose results are not known."""
 
     batch: PackedBatch
     anchors: Tensor
+    places: Tensor
     rows: SamplingRows
 
-    def advance(self, keep: Tensor, anchors: Tensor) -> None:
-        """In place, for the first of the lanes: to behind ``keep`` [D] more committed rows, with other ``anchors`` [D]."""
-        lanes, all_lanes = keep.shape[0], self.anchors.shape[0]
-        for of_rows in (self.batch.positions, self.rows.position):
-            of_rows.view(all_lanes, -1)[:lanes] += keep.unsqueeze(1)
-        self.batch.span_bases[:lanes] += keep
-        self.anchors[:lanes] = anchors
+    def advance(self, ends: Tensor) -> None:
+        """In place, to behind the rows that the round before has kept: its ``ends`` [G, 2]."""
+        advance(ends, self.places, self.anchors, self.batch, draws=self.rows.position)
 
 
 class DFlashDrafter:
@@ -72,27 +71,29 @@ class DFlashDrafter:
         return self.model.propose(inputs.anchors, embed, head, inputs.batch, views, inputs.rows)
 
     def pack(
-        self, spans: Sequence[VerifySpan], lanes: int, spare_lane: int
+        self, spans: Sequence[VerifySpan], lanes: int, spare_lane: int, places: Sequence[int] = ()
     ) -> tuple[np.ndarray, tuple[Kind, ...], tuple[int, ...]]:
         """All numbers of a draft forward, for one transfer, and what ``SamplingRows`` wants to know on the host. Missing
-        lanes are made up: blocks of ``spare_lane`` at position 0."""
+        lanes are made up: blocks of ``spare_lane`` at position 0. ``places``: where among the ends of the round before each
+        span goes on from, for ``DraftInputs.advance``."""
         block, missing = self.block_size, lanes - len(spans)
         bases, owners = [span.start for span in spans] + [0] * missing, [span.lane for span in spans]
         of_batch = facts([block] * lanes, bases, owners + [spare_lane] * missing)
         anchors = np.array([span.anchor for span in spans] + [0] * missing, np.int64)
+        going_on = np.array([*places, *[-1] * (lanes - len(places))], np.int64)
         # draft i sits at position start + i, where the target's own draw for that position will use the same noise
         draws = [(span.request, span.start + slot) for span in spans for slot in range(1, block)]
         rows, kinds, limits = pack_draws(draws + draws[-1:] * (missing * (block - 1)))
-        return np.concatenate((of_batch, anchors, rows)), kinds, limits
+        return np.concatenate((of_batch, anchors, going_on, rows)), kinds, limits
 
     def packed_size(self, lanes: int) -> int:
         """Length of the array that ``pack`` makes."""
-        return 2 * lanes * self.block_size + 5 * lanes + packed_size(lanes * (self.block_size - 1))
+        return 2 * lanes * self.block_size + 6 * lanes + packed_size(lanes * (self.block_size - 1))
 
     def unpack(self, packed: Tensor, bases: Sequence[int], kinds: tuple[Kind, ...], limits: tuple[int, ...]) -> DraftInputs:
         """Views of ``pack``'s array on a device."""
         lanes, block = len(bases), self.block_size
         facts_size = 2 * lanes * block + 4 * lanes
-        of_batch, anchors, rows = packed.split((facts_size, lanes, packed.shape[0] - facts_size - lanes))
+        of_batch, anchors, places, rows = packed.split((facts_size, lanes, lanes, packed.shape[0] - facts_size - 2 * lanes))
         batch = unpack("decode", of_batch, [block] * lanes, bases, lanes * block, lanes)
-        return DraftInputs(batch, anchors, SamplingRows.unpack(rows, kinds, limits))
+        return DraftInputs(batch, anchors, places, SamplingRows.unpack(rows, kinds, limits))

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from paceline.config import CHUNK_SIZE
 from paceline.engine.decode import (
+    Behind,
     DecodeInputs,
     DecodeShape,
     pack_decode,
@@ -89,21 +90,20 @@ class Graphs:
         torch.cuda.synchronize(pool.device)
         log.info("captured forwards have taken %.0f MiB", (before - torch.cuda.mem_get_info(pool.device)[0]) / 2**20)
 
-    def verify(self, spans: Sequence[VerifySpan]) -> CapturedVerify | None:
-        """The smallest graph that has room for these spans, fed with them; None if there is none."""
+    def verify(self, spans: Sequence[VerifySpan], behind: Sequence[Behind] | None = None) -> CapturedVerify | None:
+        """The smallest graph that has room for these spans, fed with them; None if there is none. ``behind`` as in
+        ``pack_decode``."""
         bucket = _smallest(self._span_buckets, len(spans))
         rows = sum(span.length for span in spans)
         captured = next((c for c in self._verify.get(bucket or 0, ()) if rows <= c.shape.rows), None)
-        return captured.fed(spans, self._drafter.block_size if self._drafter else 1) if captured else None
+        return captured.fed(spans, self._drafter.block_size if self._drafter else 1, behind) if captured else None
 
-    def verify_behind(
-        self, spans: Sequence[VerifySpan], keep: Tensor, anchors: Tensor, limits: Tensor
-    ) -> CapturedVerify | None:
-        """The same for the round behind the one that these spans begin in, each with its drafts then; the other arguments
-        are those of ``DecodeInputs.advance``."""
-        captured = self.verify(spans)
+    def verify_behind(self, spans: Sequence[VerifySpan], behind: Sequence[Behind], ends: Tensor) -> CapturedVerify | None:
+        """The same for the round behind the one that these spans begin in, each with its drafts then, and which ends in
+        ``ends`` [G, 2]."""
+        captured = self.verify(spans, behind)
         if captured is not None:
-            captured.inputs.advance(keep, anchors, limits)
+            captured.inputs.advance(ends)
         return captured
 
     def prefill(self, spans: Sequence[PrefillSpan]) -> CapturedPrefill | None:
@@ -118,11 +118,11 @@ class Graphs:
         captured = self._draft.get(_smallest(self._draft_buckets, len(spans)) or 0)
         return captured.run(spans) if captured else None
 
-    def draft_behind(self, spans: Sequence[VerifySpan], keep: Tensor, anchors: Tensor) -> Tensor | None:
-        """Drafts for the round behind the one of these drafting spans, of which ``keep`` [D] rows are committed and which
-        end in ``anchors`` [D]; None if there is no graph for so many."""
+    def draft_behind(self, spans: Sequence[VerifySpan], places: Sequence[int], ends: Tensor) -> Tensor | None:
+        """Drafts for the round behind the one of these drafting spans, which go on from these ``places`` of its ``ends``
+        [G, 2]; None if there is no graph for so many."""
         captured = self._draft.get(_smallest(self._draft_buckets, len(spans)) or 0)
-        return captured.run(spans, (keep, anchors)) if captured else None
+        return captured.run(spans, places, ends) if captured else None
 
     def costs(self) -> tuple[dict[int, float], dict[tuple[int, int], float]]:
         """Seconds of a draft forward by lanes, and of a verify forward by (spans, rows), as measured after capture."""
@@ -133,8 +133,8 @@ class Graphs:
         pool, widest = self._pool, self._drafter.block_size if self._drafter else 1
         packed = to_device(pack_decode((), widest, shape, pool.spare_lane), pool.device)
         longest = pool.shape.max_ctx - widest
-        batch, anchors, sources = unpack_decode(packed, shape, [widest] * shape.spans, [longest] * shape.spans)
-        inputs = DecodeInputs(pool.half(batch), anchors, sources)
+        batch, *others = unpack_decode(packed, shape, [widest] * shape.spans, [longest] * shape.spans)
+        inputs = DecodeInputs(pool.half(batch), *others)
         tokens = torch.zeros(shape.rows, dtype=torch.long, device=pool.device)
         logits = self._logits[: shape.rows]
 
@@ -236,9 +236,10 @@ class CapturedVerify:
     logits: Tensor
     spare_lane: int
 
-    def fed(self, spans: Sequence[VerifySpan], block: int) -> CapturedVerify:
+    def fed(self, spans: Sequence[VerifySpan], block: int, behind: Sequence[Behind] | None) -> CapturedVerify:
         """The same graph with other spans."""
-        to_device(pack_decode(spans, block, self.shape, self.spare_lane), self.packed.device, self.packed)
+        packed = pack_decode(spans, block, self.shape, self.spare_lane, behind=behind)
+        to_device(packed, self.packed.device, self.packed)
         return replace(self, inputs=replace(self.inputs, half=self.inputs.half.afresh()))
 
     def settled(self, spans: Sequence[VerifySpan], block: int, counts: Sequence[int]) -> DecodeInputs:
@@ -289,12 +290,12 @@ class CapturedDraft:
     drafts: Tensor
     spare_lane: int
 
-    def run(self, spans: Sequence[VerifySpan], behind: tuple[Tensor, Tensor] | None = None) -> Tensor:
-        """``behind``: what the lanes keep of these spans and their anchors then, for drafts of the next round."""
-        packed, _, _ = self.drafter.pack(spans, self.lanes, self.spare_lane)
+    def run(self, spans: Sequence[VerifySpan], places: Sequence[int] = (), ends: Tensor | None = None) -> Tensor:
+        """``places`` and ``ends``: where the spans go on from, for drafts of the next round."""
+        packed, _, _ = self.drafter.pack(spans, self.lanes, self.spare_lane, places)
         to_device(packed, self.packed.device, self.packed)
-        if behind is not None:
-            self.inputs.advance(*behind)
+        if ends is not None:
+            self.inputs.advance(ends)
         self.graph.replay()
         return self.drafts
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import torch
+from torch import Tensor
 
-from paceline.sampling import Kind, SamplingRows, pack_rows
+from paceline.ops.topk import argmax
+from paceline.sampling import Kind, SamplingRows, pack_rows, pick
 from paceline.transfer import to_device
 from paceline.types import Request
 
@@ -29,7 +30,9 @@ def pack_draws(draws: Sequence[Draw]) -> tuple[np.ndarray, tuple[Kind, ...], tup
     )
 
 
-def sampling_rows(draws: Sequence[Draw], device: torch.device) -> SamplingRows:
-    """One row per draw."""
+def picked(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
+    """The token of each draw, [R] int64: ``logits`` [R, V] float32."""
     packed, kinds, limits = pack_draws(draws)
-    return SamplingRows.unpack(to_device(packed, device), kinds, limits)
+    if all(kind == "greedy" for kind in kinds):
+        return argmax(logits)  # which wants to know nothing else
+    return pick(logits, SamplingRows.unpack(to_device(packed, logits.device), kinds, limits))

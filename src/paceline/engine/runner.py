@@ -18,23 +18,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.accept import Verdict, accept
-from paceline.engine.ahead import Ahead, Ends, Laid, draft_ahead, verify_ahead
+from paceline.batch import PackedBatch
+from paceline.engine.ahead import Ahead, Laid, draft_ahead, ends_of, verify_ahead
 from paceline.engine.beside import Beside
 from paceline.engine.decode import DecodeInputs, decode_inputs, verify_forward
 from paceline.engine.drafting import Drafter
 from paceline.engine.graphs import Graphs
 from paceline.engine.plan import PrefillSpan, Round, RoundFailed, RoundResult, RoundTimes, VerifySpan
 from paceline.engine.prompts import PromptInputs, prefill_forward, prompt_inputs
-from paceline.engine.rows import Draw, sampling_rows
+from paceline.engine.rows import Draw, picked
 from paceline.engine.scores import Scores
 from paceline.engine.structures import Path, Permits, Structures, paths
 from paceline.engine.synthetic import SyntheticAcceptance
 from paceline.forcing import forced, foretold
 from paceline.logprobs import ROWS_AT_ONCE
 from paceline.models.qwen35 import Hidden, Qwen35
+from paceline.ops.accept import Verdict, accept
+from paceline.ops.topk import peaks
 from paceline.penalties import adjusted
-from paceline.sampling import pick
 from paceline.state.pool import LaneFork, SpanRows, StatePool, Txn
 from paceline.structure import permitted
 from paceline.transfer import Arriving, to_device
@@ -107,14 +108,14 @@ class Runner:
                 drafts = None if laid else self._draft(round.verify, begun, clock)
             with clock.stage("verify"):
                 forward = self._begun_forward(round.verify, laid, begun, clock) if laid else None
-                verdict, keep, broken = self._verify(round.verify, forward, drafts, txn, scores)
+                verdict = self._verify(round.verify, forward, drafts, txn, scores)
             with clock.stage("prefill"):
                 if starting:
                     self._read(round.chunks, begun)
-                first, broken_first = self._prefill(round, txn, scores, clock)
+                first, broken = self._prefill(round, txn, scores, clock)
             with clock.stage("commit"):
-                results = _joined(round, verdict, first, (broken, broken_first), scores)
-                self.pool.apply(txn, keep)
+                results = _joined(round, verdict, first, broken, scores)
+                self.pool.apply(txn, verdict.keep)
                 if self._beside is not None:
                     self._beside.committed()
         except Exception as cause:
@@ -131,7 +132,7 @@ class Runner:
             self._run_ahead(round, verdict, first)
         if meanwhile is not None:
             meanwhile()
-        result = _read(round, arriving.wait(), verdict.tokens.shape[1], scores)
+        result = _read(round, arriving.wait(), verdict.report.shape[1], scores)
         self.pool.settle(txn, [*map(len, result.verify), *(span.length for span in round.prefill)])
         if self._begun is not None:
             ends = [(len(tokens), tokens[-1]) for tokens in result.verify]
@@ -143,7 +144,7 @@ class Runner:
         clock = _Clock(self.pool.device, self.nvtx)
         try:
             with clock.stage("draft"):
-                ends = Ends.of(round, verdict, first)
+                ends = ends_of(round, verdict, first)
                 drafts = draft_ahead(round, ends, self.graphs)
             with clock.stage("verify"):
                 forward = verify_ahead(round, ends, drafts, self.graphs, self.pool)
@@ -202,27 +203,25 @@ class Runner:
         drafts: Tensor | None,
         txn: Txn,
         scores: Scores,
-    ) -> tuple[Verdict, Tensor, Tensor]:
-        """One packed ``forward`` over [anchor, drafts …] of every decoding lane, unless it was begun before; what each lane
-        keeps and yields, what all spans of the forward keep, and which of the lanes' [S] yield what is not a number."""
+    ) -> Verdict:
+        """One packed ``forward`` over [anchor, drafts …] of every decoding lane, unless it was begun before: what all spans
+        of the forward keep, and the report of the round's own."""
         if not spans:
-            none = torch.zeros(0, dtype=torch.long, device=self.pool.device)
-            return Verdict(none, none.view(0, 1), none), none, none
+            none = torch.zeros(0, 4, dtype=torch.long, device=self.pool.device)
+            return Verdict(none[:, 0], none)
         following = any(span.drafting and span.request.structure is not None for span in spans)
         told = Arriving(drafts) if drafts is not None and following else None
         laid, inputs, tokens, logits = forward or self._forward(spans, drafts)
         txn.decode = inputs.half
         draws = [(span.request, span.start + row + 1) for span in laid.spans for row in range(span.length)]
+        logits = logits[: len(draws)]
         permits = self._permits(paths(laid.spans, told.wait() if told else ()))
-        picks = _drawn(logits[: len(draws)], draws, _recalling_rows(laid.spans), tokens, permits)
+        picks = _drawn(logits, draws, _recalling_rows(laid.spans), tokens, permits)
         scores.add(logits, picks, [request for request, _ in draws])
-        verdict, at = self._accept(laid.spans, inputs, tokens, picks)
-        kept = torch.arange(at.shape[1], device=at.device) < verdict.keep.unsqueeze(1)
-        broken = (_broken(logits[: len(draws)])[at] & kept).any(1)
+        verdict = self._accept(laid.spans, inputs.half.batch, tokens, picks, logits)
         if len(laid.own) == len(laid.spans):
-            return verdict, verdict.keep, broken
-        own = to_device(np.array(laid.own), self.pool.device)
-        return Verdict(*(part[own] for part in verdict)), verdict.keep, broken[own]
+            return verdict
+        return verdict._replace(report=verdict.report[to_device(np.array(laid.own), self.pool.device)])
 
     def _forward(self, spans: tuple[VerifySpan, ...], drafts: Tensor | None) -> _Forward:
         """With padding at the end if it is captured."""
@@ -235,22 +234,20 @@ class Runner:
         return _Forward(laid, inputs, tokens, verify_forward(self.target, self.drafter, tokens, inputs.half))
 
     def _accept(
-        self, spans: Sequence[VerifySpan], inputs: DecodeInputs, tokens: Tensor, picks: Tensor
-    ) -> tuple[Verdict, Tensor]:
-        """The verdict, and the packed row [S, W] of each of a span's rows."""
-        batch = inputs.half.batch
-        rows = torch.arange(max(span.length for span in spans), device=picks.device)
-        at = (batch.starts.unsqueeze(1) + rows).clamp(max=picks.shape[0] - 1)
-        drafts = tokens[at[:, 1:]]
-        if self.synthetic is not None:
-            verdict = self.synthetic.accept(spans, drafts, picks[at])
-        else:
-            verdict = accept(drafts, batch.span_lengths - 1, picks[at])
-        keep = verdict.keep.minimum(batch.span_lengths)  # the padding keeps nothing
-        if any(span.known is not None for span in spans):  # they are the last, and keep everything
-            first = sum(span.known is None for span in spans)
-            keep[first:] = batch.span_lengths[first:]
-        return verdict._replace(keep=keep), at
+        self, spans: Sequence[VerifySpan], batch: PackedBatch, tokens: Tensor, picks: Tensor, logits: Tensor
+    ) -> Verdict:
+        width = max(span.length for span in spans)
+        held = self._held(spans)
+        given = None
+        if any(drafts >= 0 for drafts in held):
+            given = to_device(np.array(held + [-1] * (batch.num_spans - len(held)), np.int64), picks.device)
+        return accept(tokens, picks, peaks(logits), batch.starts, batch.span_lengths, width, given)
+
+    def _held(self, spans: Sequence[VerifySpan]) -> list[int]:
+        """How many drafts hold of spans where that is no question, because they are known or acceptance is made up; -1 of
+        others."""
+        made_up = self.synthetic.held if self.synthetic else lambda span: -1
+        return [made_up(span) if span.known is None else span.drafts for span in spans]
 
     def _keep_reading(self, spans: tuple[PrefillSpan, ...]) -> None:
         """Forget the forward that has been begun unless it is over these very chunks: somebody has been cancelled, or
@@ -340,31 +337,32 @@ class Runner:
 
 def _broken(logits: Tensor) -> Tensor:
     """Which rows [N] of logits [N, V] hold a NaN or an infinity: the maximum of such a row is one too."""
-    return ~logits.amax(-1).isfinite()
+    return ~peaks(logits).amax(1).isfinite()
 
 
-def _joined(round: Round, verdict: Verdict, first: Tensor, broken: tuple[Tensor, Tensor], scores: Scores) -> Tensor:
-    """The round's results in one tensor: what the verify spans keep, their tokens, the first tokens of prompts and of forks,
-    which of all these are broken, logprobs."""
-    spans = len(round.verify)
-    of_spans, of_first = broken
-    parts = (verdict.keep[:spans], verdict.tokens[:spans].flatten(), first, of_spans[:spans].long(), of_first.long())
-    return torch.cat((*parts, *scores.tensors()))
+def _joined(round: Round, verdict: Verdict, first: Tensor, broken: Tensor, scores: Scores) -> Tensor:
+    """The round's results in one tensor: the report of the verify spans, the first tokens of prompts and of forks, which of
+    those are broken, logprobs."""
+    report = verdict.report[: len(round.verify)].flatten()
+    others = [*((first, broken.long()) if len(first) else ()), *scores.tensors()]
+    return torch.cat((report, *others)) if others else report
 
 
 def _read(round: Round, read: list[int], width: int, scores: Scores) -> RoundResult:
-    """The round's only copy from the device, taken apart: tokens per verify span, of ``width`` at most; the first token per
-    prefill span (None: not its last) and per fork; logprobs."""
-    final = [span.request.id for span in round.prefill if span.final]
-    drawing = [*(span.request.id for span in round.verify), *final, *(fork.request.id for fork in round.forks)]
+    """The round's only copy from the device, taken apart: tokens per verify span, by a report of ``width`` numbers each; the
+    first token per prefill span (None: not its last) and per fork; logprobs."""
     spans, forked = len(round.verify), len(round.forks)
-    ends = np.cumsum([0, spans, spans * width, len(final), forked, len(drawing)]).tolist()
-    keep, grid, first, forks, flags = (read[begin:end] for begin, end in itertools.pairwise(ends))
-    tokens = tuple(tuple(grid[i * width : i * width + kept]) for i, kept in enumerate(keep))
+    final = [span.request.id for span in round.prefill if span.final]
+    drawing = [*final, *(fork.request.id for fork in round.forks)]
+    ends = np.cumsum([0, spans * width, len(final), forked, len(drawing)]).tolist()
+    grid, first, forks, flags = (read[begin:end] for begin, end in itertools.pairwise(ends))
+    reports = [grid[at : at + width] for at in range(0, len(grid), width)]
+    tokens = tuple(tuple(emitted[:keep]) for keep, _, _, *emitted in reports)
     firsts = iter(first)
     of_prompts = tuple(next(firsts) if span.final else None for span in round.prefill)
     logprobs, prompt_logprobs = scores.read(read[ends[-1] :])
-    broken = tuple(name for name, flag in zip(drawing, flags, strict=True) if flag)
+    flagged = [(span.request.id, flag) for span, (_, _, flag, *_) in zip(round.verify, reports, strict=True)]
+    broken = tuple(name for name, flag in [*flagged, *zip(drawing, flags, strict=True)] if flag)
     return RoundResult(tokens, of_prompts, RoundTimes(), tuple(forks), logprobs, prompt_logprobs, broken)
 
 
@@ -379,7 +377,7 @@ def _drawn(
     that recall earlier tokens."""
     chosen_from = permitted(logits, permits.rows, permits.words) if permits else logits
     chosen_from = adjusted(chosen_from, [row for row in recalling if row.request.adjust], tokens)
-    picks = pick(chosen_from, sampling_rows(draws, logits.device))
+    picks = picked(chosen_from, draws)
     return forced(picks, [row for row in recalling if row.request.forcing], tokens)
 
 
@@ -411,14 +409,17 @@ class _Clock:
         self._nvtx = nvtx and self._on_gpu
         self.marks: dict[str, _Marks] = {}
         self._earlier: dict[str, _Marks] = {}
+        self._last: _Mark | None = None
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
+        """A stage begins where the one before it has ended: a mark takes the device some time."""
         self.current = name
-        begin = self._mark()
+        begin = self._mark() if self._last is None else self._last
         with torch.cuda.nvtx.range(name) if self._nvtx else nullcontext():
             yield
-        self.marks[name] = begin, self._mark()
+        self._last = self._mark()
+        self.marks[name] = begin, self._last
 
     def add(self, name: str, marks: _Marks) -> None:
         """What was done of a stage before the round."""

@@ -6,16 +6,11 @@ The tokens that come out follow the drafts and mean nothing. Never part of norma
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from paceline.accept import PADDING, Verdict
 from paceline.engine.plan import VerifySpan
 from paceline.errors import ConfigError
-from paceline.transfer import to_device
 
 _GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0
 
@@ -37,16 +32,7 @@ class SyntheticAcceptance:
             )
         self.rate = _rate(length, block_size)
 
-    def accept(self, spans: Sequence[VerifySpan], drafts: Tensor, picks: Tensor) -> Verdict:
-        """As ``paceline.accept.accept``: drafts [S, W - 1], picks [S, W], of which the first ``len(spans)`` are real."""
-        held = [self._held(span) for span in spans] + [-1] * (picks.shape[0] - len(spans))
-        accepted = to_device(np.array(held, np.int64), picks.device)
-        rows = torch.arange(picks.shape[1], device=picks.device)
-        tokens = torch.where(rows[:-1] < accepted[:, None], drafts, picks[:, :-1])
-        tokens = torch.cat((tokens, picks[:, -1:]), dim=1)
-        return Verdict(accepted + 1, torch.where(rows <= accepted[:, None], tokens, PADDING), accepted)
-
-    def _held(self, span: VerifySpan) -> int:
+    def held(self, span: VerifySpan) -> int:
         """How many drafts hold: those before the first token that is missed behind the anchor."""
         anchor = span.start - len(span.request.prompt)
         missed = self._missed(hash(span.request.prompt), anchor + span.drafts + 1)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 
-from paceline.engine.plan import PrefillSpan, Round, VerifySpan
+from paceline.engine.plan import Following, PrefillSpan, Round, VerifySpan
 from paceline.engine.runner import Runner
 from paceline.types import Request
 
@@ -17,14 +17,16 @@ log = logging.getLogger("paceline.engine")
 
 _PROMPTS = ((1025,), (600, 400, 77), (1040, 64), (20,), (33,))
 """Of each round. Some are longer together than any captured forward, odd and even."""
-_ANSWER = 32
+_ANSWER = 48
+"""Tokens that there is room for behind a prompt: two blocks of drafts and one more."""
 _SAMPLING = ((1.0, 0, 1.0), (0.7, 20, 0.9), (0.7, 0, 0.9), (0.0, 0, 1.0), (0.7, 200, 1.0))
 """temperature, top_k and top_p: every kind of draw. The first prompt of each round has the next one, and so have those
 behind it. Noise without filters, and no noise, are of a round of their own."""
 
 
 def warm_up(runner: Runner) -> None:
-    """Read prompts, verify drafts, decode without, and forget it all. Rounds that do not fit the pool are left out."""
+    """Read prompts, verify drafts, decode without, verify what is known, and forget it all. Rounds that do
+    not fit the pool are left out."""
     started = time.perf_counter()
     lanes, longest = runner.pool.shape.lanes, runner.pool.shape.max_ctx - _ANSWER
     for first, lengths in enumerate(_PROMPTS):
@@ -51,12 +53,13 @@ def _rounds(runner: Runner, lengths: list[int], first: int) -> None:
         pairs = list(zip(requests, lanes, strict=True))
         prompts = tuple(PrefillSpan(request, lane, 0, request.prompt, final=True) for request, lane in pairs)
         anchors = runner.run(Round((), prompts)).prefill
-        for drafts in (runner.drafter.block_size - 1 if runner.drafter else 0, 0):
+        most = runner.drafter.block_size - 1 if runner.drafter else 0
+        for drafts, known in ((most, None), (0, None), (most, (0,) * most)):
             spans = tuple(
-                VerifySpan(request, lane, pool.committed(lane), anchor or 0, drafts)
+                VerifySpan(request, lane, pool.committed(lane), anchor or 0, drafts, known=known)
                 for (request, lane), anchor in zip(pairs, anchors, strict=True)
             )
-            runner.run(Round(spans, ()))
+            runner.run(Round(spans, (), following=tuple(Following(place, drafts) for place in range(len(spans)))))
     finally:
         for lane in lanes:
             pool.release(lane)

@@ -19,6 +19,7 @@ from paceline.models.layers import MLP, Embedding, Linear, RMSNorm, Siblings, fi
 from paceline.ops.activation import softcap
 from paceline.ops.attention import attention, attention_inputs
 from paceline.ops.conv import dynamic_conv
+from paceline.ops.kv import slots
 from paceline.ops.linear import Rows
 from paceline.ops.rope import RopeTable, apply_rope
 from paceline.ops.selector import selector_walk
@@ -107,12 +108,12 @@ class DFlash(nn.Module):
         """Draft tokens [L, B - 1] for anchors [L]. ``embed`` and ``head`` are the target's, used where the drafter has none
         of its own; ``rows`` holds L * (B - 1) rows, lane-major, for the noise that drafter and target share."""
         hidden = self.hidden(anchors, embed, batch, views)[:, 1:]
-        lanes, slots, _ = hidden.shape
+        lanes, drafts, _ = hidden.shape
         logits = self.logits(hidden.flatten(0, 1), head)
         if self.candidate_selector is None:
             values, ids = top_k(logits, min(_PLAIN_TOP_K, logits.shape[1]))
             chosen = pick_candidates(values, ids, rows)
-            return ids.gather(1, chosen.unsqueeze(1)).view(lanes, slots)
+            return ids.gather(1, chosen.unsqueeze(1)).view(lanes, drafts)
         return self.candidate_selector(hidden, logits, anchors, rows)
 
 
@@ -137,9 +138,9 @@ class Selector(nn.Module):
 
     def forward(self, hidden: Tensor, logits: Tensor, anchors: Tensor, rows: SamplingRows) -> Tensor:
         """hidden [L, B - 1, H], logits [L * (B - 1), V], anchors [L] -> tokens [L, B - 1]."""
-        lanes, slots, _ = hidden.shape
-        values, ids = (t.view(lanes, slots, -1) for t in top_k(logits, self.top_k))
-        query = self.hidden_projection(hidden.flatten(0, 1), "decode").view(lanes, slots, -1)
+        lanes, drafts, _ = hidden.shape
+        values, ids = (t.view(lanes, drafts, -1) for t in top_k(logits, self.top_k))
+        query = self.hidden_projection(hidden.flatten(0, 1), "decode").view(lanes, drafts, -1)
         return selector_walk(
             values,
             ids,
@@ -235,7 +236,7 @@ class Attention(nn.Module):
         # committed rows overwrite them.
         q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in self.qkv(n, batch.kind))
         norms = (self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
-        q = attention_inputs(q, k, v, *norms, angles, view.k, view.v, batch.slots(view.page_table))
+        q = attention_inputs(q, k, v, *norms, angles, view.k, view.v, slots(view.page_table, batch))
         o = attention(
             q,
             view.k,

@@ -19,6 +19,7 @@ from paceline.ops.activation import gated_heads
 from paceline.ops.attention import attention, attention_inputs
 from paceline.ops.conv import conv_history
 from paceline.ops.gdn import gdn_inputs, gdn_mixer, gdn_prefill, output_bound
+from paceline.ops.kv import slots
 from paceline.ops.linear import Rows
 from paceline.ops.norm import gated_output
 from paceline.ops.rope import RopeTable
@@ -147,7 +148,7 @@ class GatedAttention(nn.Module):
         q, gate = q.unflatten(-1, (self.heads, 2, self.head_dim)).unbind(2)
         k, v = (x.unflatten(-1, (self.kv_heads, self.head_dim)) for x in (k, v))
         norms = (self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
-        q = attention_inputs(q, k, v, *norms, angles, view.k, view.v, batch.slots(view.page_table))
+        q = attention_inputs(q, k, v, *norms, angles, view.k, view.v, slots(view.page_table, batch))
         o = attention(q, view.k, view.v, view.page_table, batch, scale=self.head_dim**-0.5, causal=True)
         return self.o_proj(gated_heads(o, gate, self.operand), batch.kind)
 

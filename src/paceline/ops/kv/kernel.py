@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -13,11 +14,39 @@ from paceline.batch import PackedBatch
 from paceline.config import PAGE_SIZE
 from paceline.ops.kv.ref import PagedTensor, StagedRows
 from paceline.ops.launch import await_turn, pdl
+from paceline.ops.topk.kernel import larger
 
 _GROUP = tl.constexpr(32)
 _PAGE = tl.constexpr(PAGE_SIZE)
+_ROWS = tl.constexpr(128)
 _ROUNDER = tl.constexpr(1.5 * 2.0**23)
 """Adding it to a float32 below 2^22 leaves no room for a fraction, so the sum is rounded to an integer, ties to even."""
+
+
+def row_slots(page_table: Tensor, batch: PackedBatch) -> Tensor:
+    rows, out = batch.num_rows, torch.empty_like(batch.positions)
+    if rows:
+        _row_slots[triton.cdiv(rows, _ROWS.value),](
+            page_table,
+            page_table.stride(0),
+            batch.lanes,
+            batch.row_span,
+            batch.positions,
+            out,
+            rows,
+            **pdl(page_table.device),
+        )
+    return out
+
+
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["lanes", "row_span", "positions"])
+def _row_slots(table, table_stride, lanes, row_span, positions, out, rows, PDL: tl.constexpr):
+    await_turn(PDL)
+    at = tl.program_id(0) * _ROWS + tl.arange(0, _ROWS)
+    span, position = tl.load(row_span + at, mask=at < rows, other=0), tl.load(positions + at, mask=at < rows, other=0)
+    lane = tl.load(lanes + span, mask=at < rows, other=0)
+    page = tl.load(table + lane * table_stride + position // _PAGE, mask=at < rows, other=0).to(tl.int64)
+    tl.store(out + at, page * _PAGE + position % _PAGE, mask=at < rows)
 
 
 def write_rows(cache: PagedTensor, slots: Tensor, values: Tensor) -> None:
@@ -116,15 +145,10 @@ def store_groups(data, scale, first, value, WIDTH: tl.constexpr, PADDED: tl.cons
     else:
         value = tl.reshape(value, (PADDED // _GROUP, _GROUP))
         group = tl.arange(0, PADDED // _GROUP)
-        step = tl.div_rn(tl.reduce(tl.abs(value), 1, _larger), 127.0).to(tl.float16)
+        step = tl.div_rn(tl.reduce(tl.abs(value), 1, larger), 127.0).to(tl.float16)
         divisor = step.to(tl.float32)[:, None] + tl.zeros_like(value)
         level = tl.where(divisor > 0.0, tl.div_rn(value, tl.where(divisor > 0.0, divisor, 1.0)), 0.0)
         level = tl.clamp((level + _ROUNDER) - _ROUNDER, -127.0, 127.0)
         at = group[:, None] * _GROUP + tl.arange(0, _GROUP)[None, :]
         tl.store(data + first + at, level.to(tl.int8), mask=at < WIDTH)
         tl.store(scale + first // _GROUP + group, step, mask=group < WIDTH // _GROUP)
-
-
-@triton.jit
-def _larger(a, b):
-    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)

@@ -59,6 +59,12 @@ def copy_pages(cache: PagedTensor, source: int, target: int, count: int = 1) -> 
             part[target : target + count] = part[source : source + count]
 
 
+def row_slots(page_table: Tensor, batch: PackedBatch) -> Tensor:
+    """[N] int64: where the K/V of each row lies, page * PAGE_SIZE + offset, by a table [L, P] of every lane's pages."""
+    pages = page_table[batch.lanes[batch.row_span], batch.positions // PAGE_SIZE].long()
+    return pages * PAGE_SIZE + batch.positions % PAGE_SIZE
+
+
 def write_rows(cache: PagedTensor, slots: Tensor, values: Tensor) -> None:
     """Store values [N, heads, D] float32 at slots [N] (page * PAGE_SIZE + offset), in place."""
     data = cache.data.view(-1, *cache.data.shape[2:])
@@ -80,7 +86,7 @@ def write_kept(staged: Sequence[StagedRows], keep: Tensor, batch: PackedBatch) -
     behind = batch.row_offsets() - kept[batch.row_span]  # negative in rows that are kept
     for part in staged:
         stored = (behind < 0) if part.ring is None else (behind < 0) & (behind >= -part.ring)
-        write_rows(part.cache, batch.slots(part.page_table)[stored], part.values[stored])
+        write_rows(part.cache, row_slots(part.page_table, batch)[stored], part.values[stored])
 
 
 def read_pages(cache: PagedTensor, pages: Tensor) -> Tensor:

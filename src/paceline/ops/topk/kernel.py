@@ -73,6 +73,15 @@ def block_maxima(logits: Tensor, width: int) -> Tensor:
     return maxima
 
 
+def peaks(logits: Tensor) -> Tensor:
+    logits = unit_stride(logits)
+    rows, vocab = logits.shape
+    parts = triton.cdiv(vocab, _TILE)
+    out = torch.empty(rows, parts, dtype=torch.float32, device=logits.device)
+    _peaks[(parts, rows)](logits, out, vocab, logits.stride(0), TILE=_TILE, num_warps=4, **pdl(logits.device))
+    return out
+
+
 def unit_stride(logits: Tensor) -> Tensor:
     return logits if logits.stride(1) == 1 else logits.contiguous()
 
@@ -85,6 +94,21 @@ def _block_maxima(logits, maxima, vocab, stride, num_blocks, WIDTH: tl.constexpr
     columns = blocks[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     x = tl.load(logits + row * stride + columns, mask=columns < vocab, other=float("-inf"))
     tl.store(maxima + row * num_blocks + blocks, tl.max(numbers(x), axis=1), mask=blocks < num_blocks)
+
+
+@triton.jit
+def _peaks(logits, out, vocab, stride, TILE: tl.constexpr, PDL: tl.constexpr):
+    await_turn(PDL)
+    row = tl.program_id(1).to(tl.int64)
+    columns = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    x = tl.load(logits + row * stride + columns, mask=columns < vocab, other=float("-inf"))
+    tl.store(out + row * tl.num_programs(0) + tl.program_id(0), tl.reduce(x, 0, larger))
+
+
+@triton.jit
+def larger(a, b):
+    """For ``tl.reduce``: a NaN is larger than everything."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit

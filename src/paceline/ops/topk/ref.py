@@ -42,6 +42,12 @@ def top_k(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     return values, ids.gather(1, places)
 
 
+def peaks(logits: torch.Tensor) -> torch.Tensor:
+    """Maxima of T parts of each row, which a NaN is larger than: ``logits`` [R, V] float32 -> [R, T]. What is not a number,
+    or infinite throughout, makes the largest of a row's maxima not finite. How many parts there are is left open."""
+    return logits.amax(dim=-1, keepdim=True)
+
+
 def order_keys(values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """int64 keys in whose descending order values [R, C] float32 with their ids ([R, C] or [C], below 2**31) stand: higher
     value first, then lower id. Keys of different rows compare as well."""
