@@ -13,10 +13,12 @@ TABLE_BYTES, ROW_FACTORS, BARRIERS, EXCHANGED = 1 << 16, 4 * 64, 128, 8 * 32 * 1
 
 @pytest.mark.parametrize("tokens", hopper._WIDTHS)
 @pytest.mark.parametrize("form", hopper.FORMS)
-@pytest.mark.parametrize("swiglu", [False, True])
-def test_nothing_overlaps_and_everything_is_aligned(form: str, tokens: int, swiglu: bool) -> None:
-    layout = hopper._layout(form, tokens, swiglu)
-    x, weights = tokens * 512, 2 * unit_bytes(form)
+@pytest.mark.parametrize(("swiglu", "halves"), [(False, False), (True, False), (False, True)])
+def test_nothing_overlaps_and_everything_is_aligned(form: str, tokens: int, swiglu: bool, halves: bool) -> None:
+    if halves and tokens > hopper._HALVED:
+        pytest.skip("halves are for few tokens")
+    layout = hopper._layout(form, tokens, swiglu, halves)
+    x, weights = (1 + halves) * tokens * 512, 2 * unit_bytes(form)
     assert layout.stages >= 2
     assert layout.x % 1024 == 0 and layout.weights % 128 == 0 and layout.last_weights % 128 == 0 and layout.barriers % 8 == 0
     assert layout.exchange % 16 == 0
@@ -24,7 +26,7 @@ def test_nothing_overlaps_and_everything_is_aligned(form: str, tokens: int, swig
     pieces = [(layout.x + stage * x, x) for stage in range(layout.stages)]
     pieces += [(layout.weights + stage * weights, weights) for stage in range(layout.stages - 1)]
     pieces += [(layout.last_weights, weights), (layout.barriers, BARRIERS + (1 + swiglu) * ROW_FACTORS)]
-    if swiglu:
+    if swiglu or halves:
         pieces += [(layout.exchange, EXCHANGED)]
     if layout.table:
         pieces += [(layout.table, TABLE_BYTES)]

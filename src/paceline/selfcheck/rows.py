@@ -22,7 +22,7 @@ from paceline.ops.quant import BLOCKS, QuantTensor, dequantize_rows
 from paceline.ops.rope import RopeTable, apply_rope
 from paceline.ops.sample import draw, gumbel, gumbel_of_vocabulary, last_kept
 from paceline.ops.selector import candidate_scores, selector_walk
-from paceline.ops.topk import argmax, top_k
+from paceline.ops.topk import argmax, peaks, top_k
 from paceline.sampling import SamplingRows, pick, pick_candidates
 from paceline.selfcheck.case import Case, Outputs, Rng, laid_out, randn
 from paceline.types import RowKind
@@ -304,9 +304,10 @@ def _top_k(rng: Rng) -> Case:
 
     def compute(chosen: Sequence[int], rng: Rng) -> Outputs:
         values, ids = top_k(laid_out(logits[chosen], rng), 16)
-        return _split(values, ids, argmax(laid_out(logits[chosen], rng)))
+        largest = peaks(laid_out(logits[chosen], rng))
+        return _split(values, ids, argmax(laid_out(logits[chosen], rng)), largest)
 
-    return Case("top_k and argmax", ("top_k", "argmax"), ROWS, compute, rng.device)
+    return Case("top_k and argmax", ("top_k", "argmax", "peaks"), ROWS, compute, rng.device)
 
 
 def _sampling_rows(rng: Rng) -> SamplingRows:

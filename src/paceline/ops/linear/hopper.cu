@@ -12,6 +12,9 @@
 // silu(gate) up where they are, and leave as rows of another product's x. What scales such a row to float16 has to be known before
 // any of it is: |gate| and |up| are at most the norm of the row of x times that of the weight's longest row.
 //
+// With HALVES a pair is a tile twice, with the first half of its blocks and with the second, ``blocks`` each: a CTA has it alone,
+// and the warps of both halves add up what two CTAs would have to exchange. ``tiles`` counts each tile twice.
+//
 // Each CTA has ``whole`` pairs alone, as many as there are for every CTA, possibly none. The pairs before those are the rest:
 // their steps, pair by pair, are cut into ``sharers`` equal parts, one for each of the first CTAs, which begins with it.
 //
@@ -34,7 +37,8 @@ constexpr int CONSUMERS = 16;  // warps
 constexpr int THREADS = 32 * CONSUMERS + 128;
 constexpr int ADDERS = 3;
 constexpr int PAIR_ROWS = 256;
-constexpr int X_BYTES = TOKENS * 512;  // a block of x: four swizzled tiles of TOKENS rows by 64 columns
+constexpr int BLOCK_BYTES = TOKENS * 512;  // a block of x: four swizzled tiles of TOKENS rows by 64 columns
+constexpr int X_BYTES = HALVES ? 2 * BLOCK_BYTES : BLOCK_BYTES;
 constexpr uint32 HALF_1024 = 0x64646464;   // the upper bytes of float16 1024...1279, whose last place is one
 constexpr uint32 MINUS_1024 = 0xE400E400;  // pairs of float16
 constexpr uint32 MINUS_1152 = 0xE480E480;
@@ -157,11 +161,16 @@ __device__ __forceinline__ void fetch(uint32 to, const uint8* from, int bytes, u
         : "memory");
 }
 
-__device__ __forceinline__ void fetch_x(uint32 to, const TensorMap* x, int row, int block, uint32 barrier) {
+__device__ __forceinline__ void fetch_block(uint32 to, const TensorMap* x, int row, int block, uint32 barrier) {
     asm volatile(
         "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(to),
         "l"(x), "r"(0), "r"(row), "r"(4 * block), "r"(barrier)
         : "memory");
+}
+
+__device__ __forceinline__ void fetch_x(uint32 to, const TensorMap* x, int row, int block, int blocks, uint32 barrier) {
+    fetch_block(to, x, row, block, barrier);
+    if (HALVES) fetch_block(to + BLOCK_BYTES, x, row, blocks + block, barrier);
 }
 
 // ---------------------------------------------------------------------------------------------------------------- forms
@@ -436,7 +445,7 @@ struct Cut {
 };
 
 __device__ __forceinline__ void fetch_units(int stage, const uint8* weights, const Step& step, int tiles, int blocks) {
-    const int tile = SWIGLU ? step.pair : 2 * step.pair, apart = SWIGLU ? tiles / 2 : 1;
+    const int tile = SWIGLU ? step.pair : 2 * step.pair, apart = SWIGLU ? tiles / 2 : 1;  // of HALVES both are halves
     const uint8* unit = weights + ((uint64)tile * blocks + step.block) * FORM::BYTES;
     const bool both = tile + apart < tiles;
     barrier_expect(full(stage), X_BYTES + (both ? 2 : 1) * FORM::BYTES);
@@ -559,7 +568,7 @@ struct Results {
 
 // Two rows of the weight and two tokens for each lane.
 __device__ __forceinline__ void write(const Results& to, const float4& sum, int group, int pair, int warp, int lane) {
-    const int n = pair * PAIR_ROWS + warp * 16 + (lane >> 2);
+    const int n = pair * (HALVES ? PAIR_ROWS / 2 : PAIR_ROWS) + warp * 16 + (lane >> 2);
 #pragma unroll
     for (int e = 0; e < 2; e++) {
         const int m = 8 * group + 2 * (lane & 3) + e;
@@ -600,9 +609,9 @@ __device__ __forceinline__ void write_gated(const Results& to, const float4& gat
     }
 }
 
-// The warps that have the same rows of gate and of up meet, and the first of them finishes both.
+// The warps that have the same rows of both tiles or halves meet, and the first of them finishes what they have.
 __device__ __forceinline__ void finish(const Results& to, const float4& sum, int group, int pair, int warp, int lane) {
-    if (!SWIGLU) {
+    if (!SWIGLU && !HALVES) {
         write(to, sum, group, pair, warp, lane);
         return;
     }
@@ -613,8 +622,12 @@ __device__ __forceinline__ void finish(const Results& to, const float4& sum, int
     asm volatile("bar.sync %0, 64;" ::"r"(2 + of_tile) : "memory");
     if (warp < CONSUMERS / 2) {
         const uint4 v = shared_uint4(at);
-        const float4 up = {__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w)};
-        write_gated(to, sum, up, group, pair, of_tile, lane);
+        const float4 other = {__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w)};
+        if (SWIGLU)
+            write_gated(to, sum, other, group, pair, of_tile, lane);
+        else  // as parts are added up
+            write(to, {0.0f + sum.x + other.x, 0.0f + sum.y + other.y, 0.0f + sum.z + other.z, 0.0f + sum.w + other.w}, group, pair,
+                  of_tile, lane);
     }
     asm volatile("bar.sync %0, 64;" ::"r"(2 + of_tile) : "memory");
 }
@@ -677,14 +690,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         if (threadIdx.x == 32 * CONSUMERS) {
             asm volatile("griddepcontrol.wait;" ::: "memory");
             for (int stage = 0; stage < early; stage++)
-                fetch_x(x_of(stage), &x, first_row, cut.at(stage).block, full(stage));
+                fetch_x(x_of(stage), &x, first_row, cut.at(stage).block, blocks, full(stage));
             int stage = 0, parity = 0;
 #pragma unroll 1
             for (int done = early; done < cut.count; done++) {
                 const Step step = cut.at(done);
                 barrier_wait(empty(stage), parity);
                 fetch_units(stage, weights, step, tiles, blocks);
-                fetch_x(x_of(stage), &x, first_row, step.block, full(stage));
+                fetch_x(x_of(stage), &x, first_row, step.block, blocks, full(stage));
                 if (++stage == STAGES) stage = 0, parity ^= 1;
             }
         } else if (warp > CONSUMERS) {
@@ -736,7 +749,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 }
             }
             // Descriptor of x: swizzle of 128 bytes, groups of 8 rows 1024 bytes apart.
-            const uint64 b = (1ull << 62) | (64ull << 32) | (1ull << 16) | ((x_of(stage) >> 4) & 0x3FFF);
+            const uint32 block_of_x = x_of(stage) + (HALVES ? (warp >> 3) * BLOCK_BYTES : 0);
+            const uint64 b = (1ull << 62) | (64ull << 32) | (1ull << 16) | ((block_of_x >> 4) & 0x3FFF);
             multiply_64(sums, even, b);
             form.decode(half, 2, odd);
             form.decode(half, 3, odd + 8);

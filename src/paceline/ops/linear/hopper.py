@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Iterable
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,10 +58,13 @@ def decode_swiglu(x: Rows, weight: TiledWeight, longest: float) -> Rows:
     return result
 
 
-def compile_ahead(kernels: Iterable[tuple[str, bool]]) -> None:
-    """The machine code of every width of these forms, (form, with SwiGLU), side by side. Without this they are compiled one
-    by one, when each is needed."""
-    texts = [source(form, width, swiglu) for form, swiglu in kernels for width in _WIDTHS]
+def compile_ahead(weights: Sequence[TiledWeight], gated: Sequence[TiledWeight]) -> None:
+    """The machine code of every width of what multiplies by these weights, and by those that are ``gated`` with SwiGLU, side
+    by side. Without this they are compiled one by one, when each is needed."""
+    kernels = {(weight.form, width, False, False) for weight in weights for width in _WIDTHS}
+    kernels |= {(weight.form, width, True, False) for weight in gated for width in _WIDTHS}
+    kernels |= {(weight.form, width, False, True) for weight in weights for width in _WIDTHS if _in_halves(weight, width)}
+    texts = [source(*kernel) for kernel in kernels]
     with ThreadPoolExecutor() as pool:
         list(pool.map(nvrtc.machine_code, texts))
 
@@ -69,14 +72,15 @@ def compile_ahead(kernels: Iterable[tuple[str, bool]]) -> None:
 def _in_launches(x: Rows, weight: TiledWeight, out: Tensor, factors: Tensor | None = None, longest: float = 0.0) -> None:
     """Results go to ``out`` [M, ...], which with SwiGLU has the ``factors`` [M] beside it."""
     device = x.values.device.index
-    processors = torch.cuda.get_device_properties(device).multi_processor_count
-    parts, whole, sharers = _cut(weight.tiles, weight.blocks, processors)
+    parts, whole, sharers = _cut(weight.tiles, weight.blocks, _processors(device))
     with torch.cuda.device(device):
         for first in range(0, x.rows, _WIDTHS[-1]):
             rows = min(_WIDTHS[-1], x.rows - first)
             tokens = next(width for width in _WIDTHS if rows <= width)
             pointers = [weight.data, x.factors[first:], out[first:], _pieces(device)]
-            numbers = [first, rows, out.shape[1], out.stride(0), weight.tiles, weight.blocks, whole, sharers, 0]
+            halves = factors is None and _in_halves(weight, tokens)
+            cut = (2 * weight.tiles, weight.blocks // 2, 1, 0) if halves else (weight.tiles, weight.blocks, whole, sharers)
+            numbers = [first, rows, out.shape[1], out.stride(0), *cut, 0]
             arguments: list[nvrtc.Argument] = [_tensor_map(x.values, tokens)]
             arguments += [ctypes.c_void_p(tensor.data_ptr()) for tensor in pointers]
             arguments += [ctypes.c_int(number) for number in numbers]
@@ -86,8 +90,23 @@ def _in_launches(x: Rows, weight: TiledWeight, out: Tensor, factors: Tensor | No
                 arguments += [ctypes.c_void_p(factors[first:].data_ptr())]
             else:
                 arguments += [ctypes.c_void_p(), ctypes.c_float(), ctypes.c_void_p()]
-            kernel = _kernel(device, weight.form, tokens, factors is not None)
-            nvrtc.launch(kernel, (parts, 1, 1), _THREADS, arguments, _SHARED_END - _SHARED_BEGIN)
+            kernel = _kernel(device, weight.form, tokens, factors is not None, halves)
+            nvrtc.launch(kernel, (weight.tiles if halves else parts, 1, 1), _THREADS, arguments, _SHARED_END - _SHARED_BEGIN)
+
+
+_HALVED = 16
+"""Up to so many tokens, two halves of x have room beside each other."""
+
+
+def _in_halves(weight: TiledWeight, tokens: int) -> bool:
+    """Whether a CTA has a tile alone and its warps a half of K each. They add up what the two parts of a pair that is cut in
+    the middle would, and wait for nobody."""
+    parts, whole, _ = _cut(weight.tiles, weight.blocks, _processors(weight.data.device.index))
+    return tokens <= _HALVED and not whole and parts == 2 * -(-weight.tiles // 2) and not weight.blocks % 2
+
+
+def _processors(device: int) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _cut(tiles: int, blocks: int, processors: int) -> tuple[int, int, int]:
@@ -107,8 +126,7 @@ def _pieces(device: int) -> Tensor:
     side: they share a stream, or one stream waits for the other."""
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError("the first product on a GPU cannot be captured in a graph, run it once before")
-    parts = torch.cuda.get_device_properties(device).multi_processor_count
-    shape = (parts, 2, _WIDTHS[-1], _PAIR_ROWS)
+    shape = (_processors(device), 2, _WIDTHS[-1], _PAIR_ROWS)
     pieces = torch.full(shape, _EMPTY - (1 << 32), dtype=torch.int32, device=f"cuda:{device}")
     torch.cuda.current_stream(device).synchronize()  # whatever stream the next product is on
     return pieces
@@ -130,10 +148,10 @@ class _Layout:
     exchange: int
 
 
-def _layout(form: str, tokens: int, swiglu: bool = False) -> _Layout:
+def _layout(form: str, tokens: int, swiglu: bool = False, halves: bool = False) -> _Layout:
     """As many buffers as there is room for. IQ4_XS has a table of 64 KiB, at a multiple of that."""
-    x_bytes, weight_bytes = tokens * 512, 2 * unit_bytes(form)
-    small, exchange = _SMALL_BYTES + swiglu * _SCALE_BYTES, swiglu * _EXCHANGE_BYTES
+    x_bytes, weight_bytes = (1 + halves) * tokens * 512, 2 * unit_bytes(form)
+    small, exchange = _SMALL_BYTES + swiglu * _SCALE_BYTES, (swiglu or halves) * _EXCHANGE_BYTES
     if form == "IQ4_XS":
         table, behind = 2 << 16, 3 << 16
         stages = min(6, 1 + (table - _SHARED_BEGIN - exchange - x_bytes) // (x_bytes + weight_bytes))
@@ -149,9 +167,9 @@ def _layout(form: str, tokens: int, swiglu: bool = False) -> _Layout:
 # Compilation -----------------------------------------------------------------------------------------------------------
 
 
-def source(form: str, tokens: int, swiglu: bool = False) -> str:
+def source(form: str, tokens: int, swiglu: bool = False, halves: bool = False) -> str:
     """``hopper.cu`` for one form of weight and one number of tokens, with SwiGLU or without."""
-    layout = _layout(form, tokens, swiglu)
+    layout = _layout(form, tokens, swiglu, halves)
     constants = {
         "FORM": form,
         "EMPTY": f"0x{_EMPTY:08x}u",
@@ -164,6 +182,7 @@ def source(form: str, tokens: int, swiglu: bool = False) -> str:
         "TABLE": layout.table,
         "EXCHANGE_AT": layout.exchange,
         "SWIGLU": int(swiglu),
+        "HALVES": int(halves),
         **_codebook(),
     }
     lines = [f"#define {name} {value}" for name, value in constants.items()]
@@ -198,11 +217,11 @@ def _multiply(tokens: int) -> str:
 
 
 @functools.cache
-def _kernel(device: int, form: str, tokens: int, swiglu: bool) -> ctypes.c_void_p:
+def _kernel(device: int, form: str, tokens: int, swiglu: bool, halves: bool) -> ctypes.c_void_p:
     """product(), loaded on the current device."""
     if (reserved := nvrtc.reserved_shared_memory(device)) != _SHARED_BEGIN:
         raise RuntimeError(f"shared memory begins at {reserved}, hopper.cu was laid out for {_SHARED_BEGIN}")
-    return nvrtc.load(source(form, tokens, swiglu), "product", _SHARED_END - _SHARED_BEGIN)
+    return nvrtc.load(source(form, tokens, swiglu, halves), "product", _SHARED_END - _SHARED_BEGIN)
 
 
 def _tensor_map(values: Tensor, tokens: int) -> ctypes.Array[ctypes.c_char]:
