@@ -39,7 +39,8 @@ NOT_ROWWISE = {
     "row_slots",
     "slots",
 }
-"""Functions of weights, sizes and spans, and of whole numbers only. ``dequantize_rows`` decodes through ``dequantize``; its own test compares bits."""
+"""Functions of weights, sizes and spans, and of whole numbers only. ``dequantize_rows`` decodes through ``dequantize``; its
+own test compares bits."""
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
