@@ -37,9 +37,9 @@ def test_acceptance(lengths: list[int], given: bool) -> None:
     logits[3::7] = -torch.inf
     held = torch.tensor([length - 1 if at % 3 else -1 for at, length in enumerate(lengths)] + [-1, -1]) if given else None
     expected = acceptance.accept(tokens, picks, logits.amax(1, True), batch.starts, batch.span_lengths, max(lengths), held)
-    of_spans = (x.cuda() for x in (batch.starts, batch.span_lengths))
+    starts, rows = batch.starts.cuda(), batch.span_lengths.cuda()
     on_device = None if held is None else held.cuda()
-    got = accept(tokens.cuda(), picks.cuda(), peaks(logits.cuda()), *of_spans, max(lengths), on_device)
+    got = accept(tokens.cuda(), picks.cuda(), peaks(logits.cuda()), starts, rows, max(lengths), on_device)
     for one, other in zip(got, expected, strict=True):
         assert torch.equal(one.cpu(), other)
 
