@@ -24,7 +24,7 @@ from paceline.engine.graphs import Graphs
 from paceline.engine.plan import Following, PrefillSpan, Round, VerifySpan
 from paceline.engine.runner import Runner
 from paceline.engine.warmup import warm_up
-from paceline.ops import dispatch
+from paceline.ops import attention, dispatch
 from paceline.ops.accept import accept, ref
 from paceline.ops.linear import kernel as products
 from paceline.types import Request
@@ -80,6 +80,7 @@ def as_on_a_gpu() -> None:
         (Graphs, "_captured", not_captured),
         (graphs, "_seconds", lambda graph: 1.0),
         (products, "_multiply_panel", lambda *panel: None),
+        (attention, "row_norms", lambda weight: torch.ones(weight.shape[0])),  # of zeros there would be no bound
         (products, "_heights", lambda *shape: products._PANELS),
         (sampling, "_pick_by_kind", sampling._pick_together),
         (runner, "accept", lambda *given: (accept(*given), ref.accept(*given))[1]),  # the host goes on with what it says

@@ -8,8 +8,11 @@ from torch import Tensor
 
 from paceline.batch import pack
 from paceline.config import CACHE_TYPES, PAGE_SIZE, CacheType
-from paceline.ops.attention import attention, attention_inputs
+from paceline.ops.activation import gated_heads
+from paceline.ops.attention import attention, attention_inputs, gated_attention, value_bound
 from paceline.ops.kv import allocate_pages, read_pages, write_rows
+from paceline.ops.linear import merge
+from paceline.ops.linear import pack as pack_weight
 from paceline.ops.rope import RopeTable
 from paceline.types import RowKind
 
@@ -88,6 +91,24 @@ def test_one_visible_key_gives_its_value() -> None:
     q, table = torch.full((1, 2, 32), 1e4), torch.zeros(1, 1, dtype=torch.int64)
     got = attention(q, pages[0], pages[1], table, pack("decode", [1], [0], CPU), scale=1.0, causal=True)
     assert torch.equal(got, value.expand(1, 2, 32))
+
+
+@pytest.mark.parametrize("kind", list(SPANS))
+def test_gated_is_the_gate_times_attention(kind: RowKind) -> None:
+    generator = torch.Generator().manual_seed(0)
+    k, v = (allocate_pages("q8_0", 9, KV_HEADS, DIM, CPU) for _ in range(2))
+    for cache in (k, v):
+        write_rows(cache, torch.arange(9 * PAGE_SIZE), torch.randn(9 * PAGE_SIZE, KV_HEADS, DIM, generator=generator))
+    q, gate = torch.randn(2, 8, HEADS, DIM, generator=generator).unbind()
+    of_lanes = (k, v, torch.randperm(9, generator=generator)[None], pack(kind, [8], [128], CPU))
+    o = attention(q, *of_lanes, scale=0.1, causal=True)
+    got = gated_attention(q, gate, *of_lanes, scale=0.1, causal=True, operand=torch.float16, bound=7.0)
+    apart = gated_heads(o, gate)
+    assert isinstance(got, Tensor) and isinstance(apart, Tensor) and torch.equal(got, apart)
+
+
+def test_values_have_no_bound_where_no_kernel_needs_it() -> None:
+    assert value_bound(merge([pack_weight(torch.ones(64, 32)) for _ in range(3)]), 2, torch.ones(32)) is None
 
 
 @pytest.mark.parametrize("rotary", [16, 64])

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
 import torch
+from block_data import random_blocks
 from torch import Tensor
 
 from paceline.batch import PackedBatch, facts, pack, unpack
 from paceline.config import CACHE_TYPES, PAGE_SIZE, CacheType
-from paceline.ops.attention import attention, attention_inputs
+from paceline.ops.activation import gated_heads
+from paceline.ops.attention import attention, attention_inputs, gated_attention, value_bound
 from paceline.ops.dispatch import force
 from paceline.ops.kv import PagedTensor, allocate_pages, read_pages, write_rows
-from paceline.ops.norm import rms_norm
+from paceline.ops.linear import Rows, linear, merge
+from paceline.ops.linear import pack as pack_weight
+from paceline.ops.norm import add_rms_norm, rms_norm
+from paceline.ops.quant import dequantize
 from paceline.ops.rope import RopeTable, apply_rope
 from paceline.types import RowKind
 
@@ -44,6 +50,8 @@ class Lane:
         self.q, self.k, self.v = (
             torch.randn(length, heads, shape.dim, generator=generator, device="cuda") for heads in sizes
         )
+        # every other vector of a product, as in the target
+        self.gate = 4.0 * torch.randn(length, shape.heads, 2, shape.dim, generator=generator, device="cuda")[:, :, 1]
 
 
 def poisoned(shape: Shape, cache: CacheType, pages: int) -> PagedTensor:
@@ -65,10 +73,12 @@ def run(
     seed: int = 0,
     first_page: int = 0,
     bound: int | None = None,
+    values: float | None = None,
 ) -> list[Tensor]:
     """Outputs of spans (lane, first row, rows). Nothing behind a span's last row is stored; pages are dealt at random, so
     are places among the lanes. With ``bound`` the batch is as a graph of up to that many keys has it: padded, and with upper
-    bounds on the host."""
+    bounds on the host. With ``values``, a bound of the values, there are gates, and the outputs are those that the next
+    product reads."""
     counts = [-(-(base + rows) // PAGE_SIZE) for _, base, rows in spans]
     generator = torch.Generator("cuda").manual_seed(seed)
     total = sum(counts) + 3
@@ -89,9 +99,15 @@ def run(
         batch = padded(kind, lengths, bases, lanes, bound)
     q = torch.zeros(batch.num_rows, shape.heads, shape.dim, device="cuda")
     q[: sum(lengths)] = torch.cat([lane.q[base : base + rows] for lane, base, rows in spans])
-    options = {"scale": shape.dim**-0.5, "causal": causal, "window": window}
-    out = attention(q, k_pool, v_pool, table, batch, **options)
-    return list(out[: sum(lengths)].split(lengths))
+    options = {"scale": shape.dim**-0.5, "causal": causal}
+    if values is None:
+        out = attention(q, k_pool, v_pool, table, batch, **options, window=window)
+        return list(out[: sum(lengths)].split(lengths))
+    gate = torch.zeros(batch.num_rows, shape.heads, 2, shape.dim, device="cuda")[:, :, 1]
+    gate[: sum(lengths)] = torch.cat([lane.gate[base : base + rows] for lane, base, rows in spans])
+    made = gated_attention(q, gate, k_pool, v_pool, table, batch, **options, operand=torch.float16, bound=values)
+    assert isinstance(made, Rows) and (made.rows, made.columns) == (batch.num_rows, shape.heads * shape.dim)
+    return list((made.values.float() * made.factors[:, None])[: sum(lengths)].split(lengths))
 
 
 def padded(kind: RowKind, lengths: list[int], bases: list[int], lanes: list[int], bound: int) -> PackedBatch:
@@ -219,6 +235,88 @@ def test_decode_rows_however_cut(shape: Shape, cache: CacheType, window: int | N
                 start += rows
             rows_apart = (torch.cat(pieces) != whole).flatten(1).any(1).nonzero().flatten().tolist()
             assert not rows_apart, f"cut {cut} at {base}: rows {rows_apart} differ"
+
+
+# ---- with a gate, as rows for the next product
+
+GATED = [(Shape(8, 2, 64), "q8_0"), (Shape(8, 2, 64), "bf16"), (TARGET, "q8_0"), (TARGET, "f16"), (TARGET, "f32")]
+BOUND = 200.0
+"""Of the values of ``Lane``, which are below 7; those of the target's layers are as far below theirs."""
+
+
+@pytest.mark.parametrize("bound", [BOUND, 7.0, 1e9])
+@pytest.mark.parametrize(("shape", "cache"), GATED)
+def test_gated_rows_are_gate_times_attention(shape: Shape, cache: CacheType, bound: float) -> None:
+    """To the bit, rounded to float16 once, whether a context is one piece or many."""
+    lanes = [(Lane(shape, base + rows, seed), base, rows) for seed, (base, rows) in enumerate(SPANS["decode"])]
+    scale = 2.0 ** (14 - math.floor(math.log2(bound)))
+    for spans in (lanes, lanes[:2], lanes[3:4]):
+        apart = run(shape, "decode", cache, spans)
+        got = run(shape, "decode", cache, spans, values=bound)
+        for (lane, base, rows), o, rounded in zip(spans, apart, got, strict=True):
+            exact = gated_heads(o, lane.gate[base : base + rows])
+            assert isinstance(exact, Tensor)
+            assert torch.equal(rounded, (exact * scale).half().float() / scale), f"span at {base} of {rows}"
+
+
+@pytest.mark.parametrize(("shape", "cache"), GATED)
+def test_gated_rows_alone_and_in_company(shape: Shape, cache: CacheType) -> None:
+    lanes = [(Lane(shape, base + rows, seed), base, rows) for seed, (base, rows) in enumerate(SPANS["decode"])]
+    alone = [run(shape, "decode", cache, [span], seed=9, values=BOUND)[0] for span in lanes]
+    for seed in range(3):
+        order = torch.randperm(len(lanes), generator=torch.Generator().manual_seed(seed)).tolist()
+        for bound in (None, 1023, 3000, 70_000):
+            together = run(shape, "decode", cache, [lanes[i] for i in order], seed=seed, bound=bound, values=BOUND)
+            differ = [lanes[i][1:] for i, o in zip(order, together, strict=True) if not torch.equal(o, alone[i])]
+            assert not differ, f"order {order}, bound {bound}: spans {differ} differ"
+
+
+@pytest.mark.parametrize(("shape", "cache"), GATED)
+def test_gated_rows_however_cut(shape: Shape, cache: CacheType) -> None:
+    for base in (0, 57, 250, 508, 1020, 2044):
+        lane = Lane(shape, base + 8, base)
+        (whole,) = run(shape, "decode", cache, [(lane, base, 8)], values=BOUND)
+        for cut in ([1] * 8, [3, 5], [7, 1]):
+            pieces, start = [], base
+            for rows in cut:
+                pieces += run(shape, "decode", cache, [(lane, start, rows)], seed=rows, values=BOUND)
+                start += rows
+            assert torch.equal(torch.cat(pieces), whole), f"cut {cut} at {base}"
+
+
+@pytest.mark.parametrize("cache", ["q8_0", "f16", "bf16"])
+@pytest.mark.parametrize("form", ["IQ4_XS", "Q6_K", "Q8_0", "F16"])
+def test_values_are_within_their_bound(form: str, cache: CacheType) -> None:
+    """Rows that are as long as a norm leaves any, in the direction of the longest row of the weight."""
+    stored = random_blocks(form, 256, 512)
+    dense, norm = dequantize(stored).cuda(), 1e-5 * torch.rand(512, device="cuda")
+    projections = merge(
+        [pack_weight(random_blocks(form, 256, 512, seed), torch.bfloat16, torch.device("cuda")) for seed in (2, 0)]
+    )
+    bound = value_bound(projections, 1, norm)
+    assert bound is not None
+    _, n = add_rms_norm(torch.cat((dense / norm, dense, torch.randn_like(dense))), None, norm, 1e-6, torch.float16)
+    values = linear(n, pack_weight(stored, torch.bfloat16, torch.device("cuda")), "decode").unflatten(1, (4, 64))
+    read_back = stored_values(cache, values)
+    assert 0.01 * bound < read_back.abs().max() < 0.51 * bound
+
+
+def stored_values(cache: CacheType, x: Tensor) -> Tensor:
+    return stored(Shape(4, x.shape[1], x.shape[2]), cache, x)
+
+
+def test_weights_without_a_bound() -> None:
+    def bound(weight: Tensor, norm: Tensor, dtype: torch.dtype = torch.bfloat16) -> float | None:
+        return value_bound(merge([pack_weight(weight, dtype, torch.device("cuda"))]), 0, norm)
+
+    weight, norm = torch.randn(128, 256, device="cuda"), torch.ones(256, device="cuda")
+    found = bound(weight, norm)
+    assert found is not None
+    assert found == pytest.approx(2.0 * 16.0 * float(weight.norm(dim=1).max()), rel=1e-2)
+    assert bound(1e6 * weight, norm) == pytest.approx(1e6 * found, rel=1e-2)
+    assert bound(0.0 * weight, norm) is None and bound(weight, 1e-9 * norm) is None
+    assert bound(weight, torch.nan * norm) is None and bound(weight, torch.inf * norm) is None
+    assert bound(weight, norm, torch.float32) is None
 
 
 @pytest.mark.parametrize("lanes", [1, 2, 5, 16, 17, 70])
@@ -421,3 +519,6 @@ def test_unwritten_outputs_are_not_left(monkeypatch: pytest.MonkeyPatch) -> None
         lanes = [(Lane(SMALL, base + rows, seed), base, rows) for seed, (base, rows) in enumerate(SPANS[kind])]
         for window in (None, 40):
             assert not torch.cat(run(SMALL, kind, "f16", lanes, window=window)).isnan().any()
+    lanes = [(Lane(TARGET, base + rows, 0), base, rows) for base, rows in SPANS["decode"]]
+    for spans in (lanes, lanes[:2]):
+        assert not torch.cat(run(TARGET, "decode", "q8_0", spans, values=BOUND)).isnan().any()

@@ -24,12 +24,12 @@ from paceline.config import PAGE_SIZE, CacheType
 from paceline.ops.accept import accept
 from paceline.ops.activation import gated_heads, swiglu
 from paceline.ops.advance import advance, input_tokens
-from paceline.ops.attention import attention, attention_inputs
+from paceline.ops.attention import attention, attention_inputs, gated_attention, value_bound
 from paceline.ops.conv import advance_history, causal_conv, conv_history, dynamic_conv
 from paceline.ops.dispatch import force
 from paceline.ops.gdn import gdn_inputs, gdn_prefill, gdn_replay, gdn_verify
 from paceline.ops.kv import PagedTensor, allocate_pages, row_slots, write_rows
-from paceline.ops.linear import TiledWeight, linear
+from paceline.ops.linear import Rows, TiledWeight, linear, merge
 from paceline.ops.linear import pack as pack_weight
 from paceline.ops.norm import add_rms_norm, gated_output, rms_norm
 from paceline.ops.quant import dequantize, dequantize_rows
@@ -126,6 +126,45 @@ def test_attention_over_pieces_of_all_lengths(window: int | None) -> None:
         with force("kernel"):
             got = attention(q, k, v, table, batch, **options)
         close(got, expected, 3e-3)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("bases", [BASES, [5, 30, 0]], ids=["pieces", "one piece"])
+def test_gated_attention_leaves_rows_of_one_factor(bases: list[int], padded: bool) -> None:
+    """To the bit what attention, the gate and one rounding to float16 give."""
+    rows, spans, heads, dim = sum(LENGTHS), len(LENGTHS), 4, 64
+    k, v, table = filled("q8_0", 2, dim), filled("q8_0", 2, dim), torch.randperm(24)[: 4 * 6].view(4, 6).int()
+    table = torch.cat((table, torch.zeros(1, 6, dtype=torch.int32)))
+    batch = pack("decode", LENGTHS, bases, CPU, LANES)
+    if padded:
+        given = torch.from_numpy(facts(LENGTHS, bases, LANES, rows + 2, spans + 2, spare_lane=4))
+        batch = unpack("decode", given, [max(LENGTHS)] * (spans + 2), [96] * (spans + 2), rows + 2, spans + 2)
+    q, gate = torch.randn(batch.num_rows, heads, dim), 3.0 * torch.randn(batch.num_rows, heads, 2, dim)[:, :, 1]
+    options: dict[str, Any] = {"scale": 0.125, "causal": True}
+    for bound, scale in ((100.0, 2.0**8), (6.0, 2.0**12), (2.0**20, 2.0**-6)):
+        with force("kernel"):
+            got = gated_attention(q, gate, k, v, table, batch, **options, operand=torch.float16, bound=bound)
+            apart = gated_heads(attention(q, k, v, table, batch, **options), gate)
+        assert isinstance(got, Rows) and isinstance(apart, Tensor) and (got.rows, got.columns) == apart.shape
+        assert torch.equal(got.values[:rows], (apart * scale).half()[:rows]) and bool(
+            (got.factors[:rows] == 1 / scale).all()
+        )
+    exact = pack("decode", LENGTHS, bases, CPU, LANES)
+    reference = gated_attention(q[:rows], gate[:rows], k, v, table, exact, **options)
+    assert isinstance(reference, Tensor) and isinstance(apart, Tensor)
+    close(apart[:rows], reference, 3e-3)
+
+
+@pytest.mark.parametrize("form", ["Q8_0", "F32"])
+def test_values_are_within_their_bound(form: str) -> None:
+    stored, norm = random_blocks(form, 130, 256), 1e-3 * torch.rand(256)
+    with force("kernel"):
+        projections = merge([pack_weight(stored, torch.float16, CPU) for _ in range(2)])
+        bound = value_bound(projections, 1, norm)
+        assert value_bound(projections, 1, 1e-12 * norm) is None and value_bound(projections, 1, torch.nan * norm) is None
+    dense = dequantize(stored)
+    largest = (rms_norm(dense, norm, 1e-6) @ dense.T).abs().max()
+    assert bound is not None and 0.01 * bound < largest < 0.51 * bound
 
 
 @pytest.mark.parametrize("cache", ["q8_0", "f16", "f32"])

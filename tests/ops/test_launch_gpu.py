@@ -12,8 +12,8 @@ from torch import Tensor
 
 from paceline.batch import facts, unpack
 from paceline.config import PAGE_SIZE
-from paceline.ops.activation import gated_heads, swiglu
-from paceline.ops.attention import attention, attention_inputs
+from paceline.ops.activation import swiglu
+from paceline.ops.attention import attention_inputs, gated_attention, value_bound
 from paceline.ops.conv import advance_history, dynamic_conv
 from paceline.ops.gdn import ReplayLog, gdn_mixer, gdn_replay, output_bound
 from paceline.ops.kv import PagedTensor, StagedRows, allocate_pages, slots, write_kept, write_rows
@@ -64,6 +64,7 @@ class Round:
         self.bound = output_bound(self.in_proj, 1, self.head_norm)
         self.out_proj = packed("Q6_K", HIDDEN, VALUE_HEADS * DIM, 1)
         self.qkv = self.merged("Q4_K", HIDDEN, 2 * HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM)
+        self.value_bound = value_bound(self.qkv, 2, self.norm)
         self.o_proj = packed("F16", HIDDEN, HEADS * HEAD_DIM, 2)
         self.gate_up = self.merged("IQ4_XS", HIDDEN, INNER, INNER)
         self.down = packed("Q8_0", HIDDEN, INNER, 3)
@@ -133,8 +134,10 @@ class Round:
         k, v = (x.unflatten(-1, (KV_HEADS, HEAD_DIM)) for x in (k, v))
         weights = (self.per_head, self.per_head, EPS)
         q = attention_inputs(q, k, v, *weights, self.angles, self.k, self.v, slots(self.pages, self.batch))
-        o = attention(q, self.k, self.v, self.pages, self.batch, scale=HEAD_DIM**-0.5, causal=True)
-        return linear(gated_heads(o, gate, torch.float16), self.o_proj, "decode")
+        of_lanes = (self.k, self.v, self.pages, self.batch)
+        scale, bound = HEAD_DIM**-0.5, self.value_bound
+        o = gated_attention(q, gate, *of_lanes, scale=scale, causal=True, operand=torch.float16, bound=bound)
+        return linear(o, self.o_proj, "decode")
 
     def picks(self, x: Tensor, logits: Tensor) -> list[Tensor]:
         """What sampling and a drafter do with the rows."""

@@ -28,6 +28,7 @@ NOT_ROWWISE = {
     "longest_rows",
     "output_bound",
     "row_norms",
+    "value_bound",
     "verify_arithmetic",
     "allocate_pages",
     "bytes_per_token",

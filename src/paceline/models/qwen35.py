@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from paceline.batch import PackedBatch
 from paceline.config import TargetConfig
 from paceline.models.layers import MLP, Embedding, Linear, RMSNorm, Siblings, finish, operand_type, parameter, products
-from paceline.ops.activation import gated_heads
-from paceline.ops.attention import attention, attention_inputs
+from paceline.ops.attention import attention_inputs, gated_attention, value_bound
 from paceline.ops.conv import conv_history
 from paceline.ops.gdn import gdn_inputs, gdn_mixer, gdn_prefill, output_bound
 from paceline.ops.kv import slots
@@ -51,6 +50,8 @@ class Qwen35(nn.Module):
             if isinstance(module, GatedDeltaNet):
                 module.head_map = module.head_map.to(device)
                 module.measure()
+            if isinstance(module, Layer) and module.self_attn is not None:
+                module.self_attn.measure(module.input_layernorm.weight)
         self.rope = RopeTable(max_positions, config.rotary_dim, config.rope_theta, config.rope_scaling, device)
 
     def expand(self, room: int) -> int:
@@ -140,7 +141,12 @@ class GatedAttention(nn.Module):
         self.q_norm = RMSNorm(self.head_dim, config.rms_eps)
         self.k_norm = RMSNorm(self.head_dim, config.rms_eps)
         self.qkv = Siblings(self.q_proj, self.k_proj, self.v_proj)
+        self.bound: float | None = None
         self.operand = operand_type(dtype)
+
+    def measure(self, norm: Tensor) -> None:
+        """Once after the weights have been merged; ``norm`` is the weight of the norm before this."""
+        self.bound = value_bound(self.qkv.weights, 2, norm)
 
     def forward(self, n: Tensor | Rows, angles: Angles, batch: PackedBatch, view: AttentionView) -> Tensor:
         q, k, v = self.qkv(n, batch.kind)
@@ -149,8 +155,19 @@ class GatedAttention(nn.Module):
         k, v = (x.unflatten(-1, (self.kv_heads, self.head_dim)) for x in (k, v))
         norms = (self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
         q = attention_inputs(q, k, v, *norms, angles, view.k, view.v, slots(view.page_table, batch))
-        o = attention(q, view.k, view.v, view.page_table, batch, scale=self.head_dim**-0.5, causal=True)
-        return self.o_proj(gated_heads(o, gate, self.operand), batch.kind)
+        o = gated_attention(
+            q,
+            gate,
+            view.k,
+            view.v,
+            view.page_table,
+            batch,
+            scale=self.head_dim**-0.5,
+            causal=True,
+            operand=self.operand,
+            bound=self.bound,
+        )
+        return self.o_proj(o, batch.kind)
 
 
 class GatedDeltaNet(nn.Module):

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor
 from paceline.batch import PackedBatch, facts, pack, unpack
 from paceline.config import CACHE_TYPES, CHUNK_SIZE, PAGE_SIZE, CacheType
 from paceline.ops.activation import sigmoid, softplus
-from paceline.ops.attention import attention
+from paceline.ops.attention import attention, gated_attention
 from paceline.ops.conv import advance_history, causal_conv, conv_history
 from paceline.ops.dispatch import uses_kernels
 from paceline.ops.gdn import (
@@ -46,6 +47,8 @@ _PROMPT_BASES = (0, 0, 0, 64, 128, 0, 64, 0)
 _MOST_REJECTED = 3
 _MOST_PADDING = 9
 """Rows, spans, and of prompts chunks, by which a batch is padded."""
+_VALUE_BOUND = 200.0
+"""Of the values that are attended to; they are a few at most."""
 _LONGEST_BOUND = 3000
 """Tokens by which the contexts of a padded batch are overestimated at most."""
 
@@ -63,6 +66,7 @@ def lane_cases(device: torch.device) -> list[Case]:
                 cases.append(_attention(rng, "decode", cache, window=window, causal=False))
             cases.append(_attention(rng, "prefill", cache, window=window))
     cases.append(_attention(rng, "decode", "q8_0", dim=256, stretch=4))
+    cases.append(_attention(rng, "decode", "q8_0", dim=256, stretch=4, gated=True))
     cases.append(_attention(rng, "prefill", "f32", stretch=8))
     return cases
 
@@ -428,9 +432,11 @@ def _attention(
     window: int | None = None,
     dim: int = 64,
     stretch: int = 1,
+    gated: bool = False,
 ) -> Case:
     """Causal rows may be cut; a block that sees itself in both directions may not. ``stretch`` multiplies the contexts of
-    decode rows and the lengths of prompts, so that the work no longer fits one group of key blocks."""
+    decode rows and the lengths of prompts, so that the work no longer fits one group of key blocks. Rows that are ``gated``
+    leave as the next product reads them."""
     verify = kind == "decode"
     rows, bases = list(_VERIFY_ROWS if verify else _PROMPT_ROWS), list(_DECODE_BASES if verify else _PROMPT_BASES)
     if verify:
@@ -443,6 +449,9 @@ def _attention(
     q = [randn(rng, n, 4, dim) for n in rows]
     old = [(randn(rng, base, 2, dim), randn(rng, base, 2, dim)) for base in bases]
     k, v = ([randn(rng, n, 2, dim) for n in rows] for _ in range(2))
+    gate = [8.0 * randn(rng, n, 4, dim) for n in rows]
+    options: dict[str, Any] = {"scale": dim**-0.5, "causal": causal}
+    half = torch.float16
 
     def compute(chosen: Sequence[int], rng: Rng) -> Outputs:
         pages = _Cache(cache, 2, dim, {lane: bases[lane] + rows[lane] + rejected for lane in chosen}, rng)
@@ -456,11 +465,17 @@ def _attention(
             starts = [(piece, bases[piece.lane] + piece.start) for piece in turn.pieces]
             slots = torch.cat([pages.slots(piece.lane, start, start + piece.rows) for piece, start in starts])
             pages.write(slots, turn.gather(k)[: turn.rows], turn.gather(v)[: turn.rows])
-            o = attention(turn.gather(q), pages.k, pages.v, table, batch, scale=dim**-0.5, causal=causal, window=window)
+            sources: tuple[Any, ...] = (pages.k, pages.v, table, batch)
+            if gated:
+                o = gated_attention(turn.gather(q), turn.gather(gate), *sources, **options, operand=half, bound=_VALUE_BOUND)
+            else:
+                o = attention(turn.gather(q), *sources, **options, window=window)
+            parts = (o.values, o.factors) if isinstance(o, Rows) else (o,)
             for lane, at in turn.kept():
-                out[lane].append((o[at],))
+                out[lane].append(tuple(part[at] for part in parts))
         return [_joined(out[lane]) for lane in chosen]
 
     sight = "causal" if causal else "block-bidirectional"
-    name = f"attention {kind} {sight} over {cache}" + (f", window {window}" if window else "")
-    return Case(name + (", long" if stretch > 1 else ""), ("attention",), len(rows), compute, rng.device)
+    op = "gated_attention" if gated else "attention"
+    name = f"{op} {kind} {sight} over {cache}" + (f", window {window}" if window else "")
+    return Case(name + (", long" if stretch > 1 else ""), (op,), len(rows), compute, rng.device)

@@ -178,11 +178,11 @@ def _gated(
         square = tl.sum(heads * heads, axis=2) / DIM
         heads = heads * (1.0 / tl.sqrt_rn(square + eps))[:, :, None]
         value = tl.reshape(heads, (value.shape[0], value.shape[1])) * weight
-    return value * _sigmoid(z, PTX) if SIGMOID else value * (z * _sigmoid(z, PTX))
+    return value * sigmoid_of(z, PTX) if SIGMOID else value * (z * sigmoid_of(z, PTX))
 
 
 @triton.jit
-def _sigmoid(z, PTX: tl.constexpr):
+def sigmoid_of(z, PTX: tl.constexpr):
     """The two approximations that ``exp`` and a division are made of, without what they do about denormal numbers: one plus
     such a number is one, and the reciprocal of one whose own would be denormal, below 2^-126, becomes zero."""
     if not PTX:

@@ -6,6 +6,9 @@ absolute positions, so that a row meets the same blocks in the same order whatev
 see multiplies what it holds by one and adds zeros. Where no context of the batch has more than one piece, the result is
 written at once; the sum over pieces of a row that has but one gives the same bits.
 
+With a gate and a bound of the values, the sum over pieces leaves what the next product reads: an attended value is no larger
+than the values are, so one power of two brings all rows into the range of float16. It is taken then for one piece, too.
+
 The host's ``lengths`` and ``bases`` decide the size of the grid and of the scratch memory only, and may be too large: what a
 program does, it reads from the device. So one CUDA graph serves every context, and a span may have no rows.
 
@@ -17,8 +20,10 @@ multiplied in three bfloat16 parts each, which is as good as float32.
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -27,13 +32,14 @@ from torch import Tensor
 
 from paceline.batch import PackedBatch
 from paceline.config import PAGE_SIZE
-from paceline.ops.activation.kernel import aligned
+from paceline.ops.activation.kernel import aligned, gated_heads, sigmoid_of
 from paceline.ops.attention import pieces as cuts
 from paceline.ops.attention.pieces import pieces_of
 from paceline.ops.attention.ref import QUERY_TILE
 from paceline.ops.kv import PagedTensor
 from paceline.ops.kv.kernel import store_groups
 from paceline.ops.launch import await_turn, has_little_shared_memory, pdl
+from paceline.ops.linear.rows import COLUMN_STEP, Rows, empty_rows
 from paceline.types import RowKind
 
 
@@ -75,6 +81,7 @@ _VARYING = ["tiles_per_span", "table_stride", "widest", "pieces", "window"]
 """Arguments that change from batch to batch: Triton would compile anew where one is 1 or a multiple of 16."""
 _FACTS = ["lanes", "starts", "lengths", "bases"]
 """Tensors that may be slices of one, so that each may lie anywhere."""
+_GATE_STRIDES = ["gate_row", "gate_head"]
 _STRIDES = ["q_row", "q_head", "k_row", "k_head", "v_row", "v_head", "angle_row"]
 
 
@@ -89,6 +96,60 @@ def attention(
     causal: bool,
     window: int | None = None,
 ) -> Tensor:
+    out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
+    _attend_and_add(q, k_cache, v_cache, page_table, batch, scale, causal, window, out, None)
+    return out
+
+
+def gated_attention(
+    q: Tensor,
+    gate: Tensor,
+    k_cache: PagedTensor,
+    v_cache: PagedTensor,
+    page_table: Tensor,
+    batch: PackedBatch,
+    *,
+    scale: float,
+    causal: bool,
+    operand: torch.dtype | None = None,
+    bound: float | None = None,
+) -> Tensor | Rows:
+    """The gate is a launch of its own where the values have no bound, for prompts, whose contexts are not cut, and where
+    rows would be padded."""
+    rows, heads, dim = q.shape
+    if bound is None or operand != torch.float16 or batch.kind != "decode" or heads * dim % COLUMN_STEP:
+        return gated_heads(attention(q, k_cache, v_cache, page_table, batch, scale=scale, causal=causal), gate, operand)
+    made = empty_rows(rows, heads * dim, operand, q.device)
+    to_rows = _ToRows(aligned(gate), made.factors, scale_of(bound))
+    _attend_and_add(q, k_cache, v_cache, page_table, batch, scale, causal, None, made.values, to_rows)
+    return made
+
+
+def scale_of(bound: float) -> float:
+    """The power of two that brings ``bound`` to 2^14 to 2^15."""
+    return 2.0 ** (15 - math.frexp(bound)[1])
+
+
+class _ToRows(NamedTuple):
+    """What makes ``Rows`` of a result: its gate, where the rows' factors go, and what all rows are multiplied by."""
+
+    gate: Tensor
+    factors: Tensor
+    scale: float
+
+
+def _attend_and_add(
+    q: Tensor,
+    k_cache: PagedTensor,
+    v_cache: PagedTensor,
+    page_table: Tensor,
+    batch: PackedBatch,
+    scale: float,
+    causal: bool,
+    window: int | None,
+    out: Tensor,
+    to_rows: _ToRows | None,
+) -> None:
     q = q if q.stride(-1) == 1 else q.contiguous()
     rows, heads, dim = q.shape
     kv_heads = k_cache.data.shape[2]
@@ -102,13 +163,14 @@ def attention(
     tiles_per_span = triton.cdiv(widest, tile_rows)
     tiles = (batch.num_spans * tiles_per_span, heads // tile_heads)
 
-    out = torch.empty(rows, heads, dim, dtype=torch.float32, device=q.device)
-    whole = pieces == 1
-    parts = out if whole else out.new_empty(rows, heads, pieces, dim)
-    peaks, totals = (out if whole else out.new_empty(rows, heads, pieces) for _ in range(2))
+    whole = pieces == 1 and to_rows is None
+    room = functools.partial(torch.empty, dtype=torch.float32, device=q.device)
+    parts = out if whole else room(rows, heads, pieces, dim)
+    peaks, totals = (out if whole else room(rows, heads, pieces) for _ in range(2))
     spans = (batch.starts, batch.span_lengths, batch.span_bases)
     facts = (pieces, window or 0)
     padded = max(16, triton.next_power_of_2(dim))
+    ptx = torch.version.cuda is not None and q.is_cuda
     geometry = {"TILE_ROWS": tile_rows, "CAUSAL": causal, "WINDOWED": window is not None}
     _attend[*tiles, _walkers(pieces, math.prod(tiles))](
         q,
@@ -137,7 +199,7 @@ def attention(
         K_OPERAND=_OPERAND[k_cache.data.dtype],
         V_OPERAND=_OPERAND[v_cache.data.dtype],
         PRECISION="bf16x6" if q.is_cuda else "ieee",  # the interpreter knows no other
-        PTX=torch.version.cuda is not None and q.is_cuda,
+        PTX=ptx,
         BLOCK=tiling.block,
         WHOLE=whole,
         **geometry,
@@ -146,22 +208,28 @@ def attention(
         **pdl(q.device),
     )
     if not whole:
+        gate, factors, factor = to_rows or (None, None, 1.0)
         _add_pieces[batch.num_spans * widest, heads](
             parts,
             peaks,
             totals,
             out,
+            gate,
+            factors,
             *spans,
             widest,
             *facts,
+            *((0, 0) if gate is None else (stride // 4 for stride in gate.stride()[:2])),
+            factor,
+            1.0 / factor,
             HEADS=heads,
             DIM=dim,
             PADDED=padded,
+            PTX=ptx,
             num_warps=max(1, padded // 128),
             **geometry,
             **pdl(q.device),
         )
-    return out
 
 
 def attention_inputs(
@@ -270,7 +338,6 @@ def _attend(
     WINDOWED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    await_turn(PDL)
     tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the last tiles of a prompt have the most keys: they begin first
     span = tile // tiles_per_span
     first_row = tile % tiles_per_span * TILE_ROWS
@@ -281,6 +348,7 @@ def _attend(
     first_piece, last_piece = 0, 0
     if not WHOLE:
         first_piece, last_piece = _piece_of(first_key), _piece_of(last_key)
+    await_turn(PDL)
     if (first_row >= length) | (first_piece + tl.program_id(2) > last_piece):
         return
 
@@ -339,33 +407,42 @@ def _attend(
             tl.store(totals + part, total, mask=real)
 
 
-@triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_FACTS)
+@triton.jit(do_not_specialize=_VARYING + _GATE_STRIDES, do_not_specialize_on_alignment=_FACTS)
 def _add_pieces(
     parts,
     peaks,
     totals,
     out,
+    gate,
+    factors,
     starts,
     lengths,
     bases,
     widest,
     pieces,
     window,
+    gate_row,
+    gate_head,
+    scale,
+    undone,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     PADDED: tl.constexpr,
+    PTX: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOWED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One row and head: its pieces in blocks that begin at fixed pieces; pieces that the row does not see weigh nothing. A
-    thread has all pieces of its channels, and most contexts are one block: nothing waits for anything but its loads."""
-    await_turn(PDL)
+    thread has all pieces of its channels, and most contexts are one block: nothing waits for anything but its loads. With a
+    gate the result is multiplied by its sigmoid and by ``scale``, which ``undone`` undoes. Strides of the gate are those of
+    groups of four elements, which tells the compiler that there are such groups."""
     span, within = tl.program_id(0) // widest, tl.program_id(0) % widest
     base = tl.load(bases + span).to(tl.int32)
     length = tl.load(lengths + span).to(tl.int32)
     row = tl.load(starts + span).to(tl.int64) + within
+    await_turn(PDL)
     if within >= length:
         return
     first_row = within // TILE_ROWS * TILE_ROWS
@@ -378,8 +455,11 @@ def _add_pieces(
     if CAUSAL:
         last_key = tl.minimum(last_key, position)
     first, last = _piece_of(first_key), _piece_of(last_key)
-    place = (row * HEADS + tl.program_id(1)) * pieces - _piece_of(tile_key)
+    head = tl.program_id(1)
+    place = (row * HEADS + head) * pieces - _piece_of(tile_key)
     channel = tl.arange(0, PADDED)
+    if gate is not None:
+        z = tl.load(gate + row * (gate_row * 4) + head * (gate_head * 4) + channel, mask=channel < DIM, other=0.0)
 
     peak, total = float("-inf"), 0.0
     values = tl.zeros([PADDED], tl.float32)
@@ -395,7 +475,11 @@ def _add_pieces(
         peak = new_peak
         total = tl.fma(total, shrink, tl.sum(weight * part_total, 0))
         values = tl.fma(values, shrink + tl.zeros_like(values), tl.sum(weight[:, None] * part, 0))
-    tl.store(out + (row * HEADS + tl.program_id(1)) * DIM + channel, values / total, mask=channel < DIM)
+    values = values / total
+    if gate is not None:
+        values = values * sigmoid_of(z, PTX) * scale
+        tl.store(factors + row, undone, mask=head == 0)
+    tl.store(out + (row * HEADS + head) * DIM + channel, values.to(out.dtype.element_ty), mask=channel < DIM)
 
 
 @triton.jit

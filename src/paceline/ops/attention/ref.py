@@ -17,7 +17,9 @@ from torch import Tensor
 
 from paceline.batch import PackedBatch
 from paceline.config import PAGE_SIZE
+from paceline.ops.activation import gated_heads
 from paceline.ops.kv import PagedTensor, read_pages, write_rows
+from paceline.ops.linear.rows import Rows
 from paceline.ops.norm import rms_norm
 from paceline.ops.rope import apply_rope
 from paceline.types import RowKind
@@ -68,6 +70,25 @@ def attention(
             total[turn.tiles] += sums[turn.pairs]
             out[turn.tiles] += values[turn.pairs.start - pairs.start : turn.pairs.stop - pairs.start]
     return plan.scatter(out / total.unsqueeze(-1))
+
+
+def gated_attention(
+    q: Tensor,
+    gate: Tensor,
+    k_cache: PagedTensor,
+    v_cache: PagedTensor,
+    page_table: Tensor,
+    batch: PackedBatch,
+    *,
+    scale: float,
+    causal: bool,
+    operand: torch.dtype | None = None,
+    bound: float | None = None,
+) -> Tensor | Rows:
+    """``gated_heads`` of what ``attention`` gives and of the gate [N, Hq, D], as rows [N, Hq * D]. Only a kernel needs to
+    know that no value in the pages is larger than ``bound`` (see ``value_bound``)."""
+    o = attention(q, k_cache, v_cache, page_table, batch, scale=scale, causal=causal)
+    return gated_heads(o, gate, operand)
 
 
 def attention_inputs(

@@ -84,11 +84,12 @@ def _on_hopper(weight: TiledWeight) -> bool:
 
 
 def row_norms(weight: TiledWeight) -> Tensor:
-    """The norm [N] of each row of a quantised weight, as the products have it."""
+    """The norm [N] of each row of a weight, as the products have it."""
     dense = expanded(weight, 2 * weight.tiles * TILE * weight.columns)[0]
-    assert isinstance(dense, TiledWeight) and dense.expanded is not None, "only quantised weights are decoded to float16"
-    parts = dense.expanded.split(_ROWS_AT_ONCE)
-    return torch.cat([torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32) for rows in parts])[: weight.shape[0]]
+    assert isinstance(dense, TiledWeight)
+    parts = (dense.data if dense.expanded is None else dense.expanded).split(_ROWS_AT_ONCE)
+    norms = torch.cat([torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32) for rows in parts])
+    return weight.scale * norms[: weight.shape[0]]
 
 
 def pack(
