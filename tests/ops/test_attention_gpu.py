@@ -14,7 +14,7 @@ from torch import Tensor
 from paceline.batch import PackedBatch, facts, pack, unpack
 from paceline.config import CACHE_TYPES, PAGE_SIZE, CacheType
 from paceline.ops.activation import gated_heads
-from paceline.ops.attention import attention, attention_inputs, gated_attention, value_bound
+from paceline.ops.attention import attention, attention_arithmetic, attention_inputs, gated_attention, value_bound
 from paceline.ops.dispatch import force
 from paceline.ops.kv import PagedTensor, allocate_pages, read_pages, write_rows
 from paceline.ops.linear import Rows, linear, merge
@@ -204,6 +204,7 @@ ALIKE = [
     (SMALL, "f32", None),
     (TARGET, "q8_0", None),
     (TARGET, "f16", None),
+    *((Shape(2 * group, 2, 256), "q8_0", None) for group in (1, 2, 5, 7)),
 ]
 
 
@@ -368,29 +369,51 @@ def test_a_prompt_behind_padding() -> None:
 
 
 @pytest.mark.parametrize("walkers", [1, 2, 3, 64])
-def test_who_walks_a_piece_does_not_show(walkers: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    lanes = [(Lane(SMALL, base + rows, seed), base, rows) for seed, (base, rows) in enumerate(SPANS["decode"])]
+@pytest.mark.parametrize("shape", [SMALL, TARGET])
+def test_who_walks_a_piece_does_not_show(shape: Shape, walkers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    lanes = [(Lane(shape, base + rows, seed), base, rows) for seed, (base, rows) in enumerate(SPANS["decode"])]
     for window in (None, 300):
-        expected = run(SMALL, "decode", "q8_0", lanes, window=window)
+        expected = run(shape, "decode", "q8_0", lanes, window=window)
         with monkeypatch.context() as patch:
             patch.setattr("paceline.ops.attention.kernel._walkers", lambda pieces, tiles: min(pieces, walkers))
-            assert all(map(torch.equal, run(SMALL, "decode", "q8_0", lanes, window=window), expected))
+            assert all(map(torch.equal, run(shape, "decode", "q8_0", lanes, window=window), expected))
 
 
-def test_one_graph_for_other_contents() -> None:
+@pytest.mark.parametrize("base", [2500, 5000])
+def test_long_contexts(base: int) -> None:
+    """Whose pieces are taken in two steps, the last one cut anywhere."""
+    lanes = [(Lane(TARGET, base + 130 * n + 8, n), base + 130 * n, 8) for n in range(4)]
+    together = run(TARGET, "decode", "q8_0", lanes)
+    for (lane, start, rows), o in zip(lanes, together, strict=True):
+        assert (o.double() - dense(TARGET, "q8_0", lane, start, rows, True, None)).abs().max() < TOLERANCE["q8_0"]
+        for first, count in ((0, 8), (0, 1), (3, 4)):
+            (alone,) = run(TARGET, "decode", "q8_0", [(lane, start + first, count)], seed=1)
+            assert torch.equal(alone, o[first : first + count])
+
+
+def test_which_attention_this_is() -> None:
+    hopper = torch.cuda.get_device_capability() == (9, 0)
+    device = torch.device("cuda")
+    assert attention_arithmetic(device).startswith("hopper-" if hopper else "portable-")
+    with force("portable"):
+        assert attention_arithmetic(device).startswith("portable-")
+
+
+@pytest.mark.parametrize("shape", [SMALL, TARGET])
+def test_one_graph_for_other_contents(shape: Shape) -> None:
     """Captured over a short context of one lane, replayed over long ones of three, with lanes and widths exchanged."""
     lengths, bound, spans, rows = 8, 2000, 4, 27
-    lanes = [Lane(SMALL, 1500, seed) for seed in range(4)]
+    lanes = [Lane(shape, 1500, seed) for seed in range(4)]
     pages = -(-1500 // PAGE_SIZE)
     table = torch.zeros(5, pages, dtype=torch.int64, device="cuda")
     table[:4] = torch.randperm(4 * pages, device="cuda").view(4, pages) + 1
-    k_pool, v_pool = (poisoned(SMALL, "q8_0", 4 * pages + 1) for _ in range(2))
+    k_pool, v_pool = (poisoned(shape, "q8_0", 4 * pages + 1) for _ in range(2))
     for index, lane in enumerate(lanes):
         slots = (table[index][:, None] * PAGE_SIZE + torch.arange(PAGE_SIZE, device="cuda")).flatten()[:1500]
         write_rows(k_pool, slots, lane.k)
         write_rows(v_pool, slots, lane.v)
     contents = [[(1, 40, 3)], [(3, 1400, 8), (0, 700, 1), (2, 255, 5)], [(2, 0, 1), (3, 1492, 8)]]  # (lane, base, rows)
-    q = torch.zeros(rows, SMALL.heads, SMALL.dim, device="cuda")
+    q = torch.zeros(rows, shape.heads, shape.dim, device="cuda")
 
     def filled(spans_now: list[tuple[int, int, int]]) -> Tensor:
         numbers, bases, widths = ([span[i] for span in spans_now] for i in range(3))
@@ -399,7 +422,7 @@ def test_one_graph_for_other_contents() -> None:
 
     given = filled(contents[0])
     batch = unpack("decode", given, [lengths] * spans, [bound] * spans, rows, spans)
-    call = lambda b: attention(q, k_pool, v_pool, table, b, scale=SMALL.dim**-0.5, causal=True)  # noqa: E731
+    call = lambda b: attention(q, k_pool, v_pool, table, b, scale=shape.dim**-0.5, causal=True)  # noqa: E731
     call(batch)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -414,7 +437,7 @@ def test_one_graph_for_other_contents() -> None:
             v_pool,
             table,
             pack("decode", widths, bases, torch.device("cuda"), numbers),
-            scale=SMALL.dim**-0.5,
+            scale=shape.dim**-0.5,
             causal=True,
         )
         assert torch.equal(out[: sum(widths)], eager)

@@ -30,6 +30,7 @@ NOT_ROWWISE = {
     "row_norms",
     "value_bound",
     "verify_arithmetic",
+    "attention_arithmetic",
     "allocate_pages",
     "bytes_per_token",
     "copy_pages",

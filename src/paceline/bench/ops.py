@@ -16,6 +16,7 @@ from paceline.bench.timing import Ceiling, ceiling, seconds
 from paceline.engine.arithmetic import configure, resolve_device
 from paceline.errors import ConfigError
 from paceline.ops import dispatch
+from paceline.ops.attention import attention_arithmetic
 from paceline.ops.gdn import verify_arithmetic
 from paceline.ops.linear import decode_arithmetic
 
@@ -98,6 +99,7 @@ def run(
     with dispatch.force("portable") if portable else nullcontext():
         record["decode_product"] = decode_arithmetic(device)
         record["delta_rule"] = verify_arithmetic(device)
+        record["attention"] = attention_arithmetic(device)
         for case in cases(SHAPES[shape], device, only):
             begun = time.perf_counter()
             record["ops"].append(measure(case, device, limit))

@@ -132,6 +132,7 @@ class _Config(ctypes.Structure):
 
 
 _MAX_DYNAMIC_SHARED_SIZE = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_SHARED_MEMORY_CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
 _RESERVED_SHARED_MEMORY = 111  # CU_DEVICE_ATTRIBUTE_RESERVED_SHARED_MEMORY_PER_BLOCK
 _OVERLAP = _Attribute(6, 0, 1)  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION: start before the last kernel's end
 
@@ -154,7 +155,8 @@ def load(text: str, name: str, shared_bytes: int = 0) -> ctypes.c_void_p:
     check(driver().cuModuleLoadData(ctypes.byref(module), machine_code(text)), f"loading {name}")
     check(driver().cuModuleGetFunction(ctypes.byref(kernel), module, name.encode()), f"finding {name}")
     if shared_bytes:
-        check(driver().cuFuncSetAttribute(kernel, _MAX_DYNAMIC_SHARED_SIZE, shared_bytes), "asking for shared memory")
+        for attribute, value in ((_MAX_DYNAMIC_SHARED_SIZE, shared_bytes), (_SHARED_MEMORY_CARVEOUT, 100)):
+            check(driver().cuFuncSetAttribute(kernel, attribute, value), "asking for shared memory")
     return kernel
 
 

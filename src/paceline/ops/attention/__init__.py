@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import math
 
+import torch
 from torch import Tensor
 
-from paceline.ops.attention import ref
+from paceline.ops import nvrtc
+from paceline.ops.attention import hopper, ref
 from paceline.ops.attention.pieces import pieces_of
 from paceline.ops.attention.ref import KEY_BLOCK, QUERY_TILE
-from paceline.ops.dispatch import by_device
+from paceline.ops.dispatch import by_device, uses_kernels
 from paceline.ops.linear import Merged, TiledWeight, row_norms
 
 attention = by_device(ref.attention, "paceline.ops.attention.kernel")
@@ -16,6 +18,13 @@ gated_attention = by_device(ref.gated_attention, "paceline.ops.attention.kernel"
 
 _SMALLEST_NORMAL = 2.0**-14
 """Of float16. What is below it may be stored as twice of what it is."""
+
+
+def attention_arithmetic(device: torch.device) -> str:
+    """Which attention of generated rows runs on ``device``, with its version: others give other bits."""
+    if not uses_kernels(device):
+        return "reference-1"
+    return f"hopper-{hopper.VERSION}" if nvrtc.available(device) else "portable-2"
 
 
 def value_bound(projections: Merged, values: int, norm: Tensor) -> float | None:
@@ -35,6 +44,7 @@ __all__ = [
     "KEY_BLOCK",
     "QUERY_TILE",
     "attention",
+    "attention_arithmetic",
     "attention_inputs",
     "gated_attention",
     "pieces_of",

@@ -33,6 +33,7 @@ from torch import Tensor
 from paceline.batch import PackedBatch
 from paceline.config import PAGE_SIZE
 from paceline.ops.activation.kernel import aligned, gated_heads, sigmoid_of
+from paceline.ops.attention import hopper
 from paceline.ops.attention import pieces as cuts
 from paceline.ops.attention.pieces import pieces_of
 from paceline.ops.attention.ref import QUERY_TILE
@@ -163,7 +164,8 @@ def _attend_and_add(
     tiles_per_span = triton.cdiv(widest, tile_rows)
     tiles = (batch.num_spans * tiles_per_span, heads // tile_heads)
 
-    whole = pieces == 1 and to_rows is None
+    special = hopper.fits(q, k_cache, v_cache, batch, causal, window)
+    whole = pieces == 1 and to_rows is None and not special
     room = functools.partial(torch.empty, dtype=torch.float32, device=q.device)
     parts = out if whole else room(rows, heads, pieces, dim)
     peaks, totals = (out if whole else room(rows, heads, pieces) for _ in range(2))
@@ -172,41 +174,45 @@ def _attend_and_add(
     padded = max(16, triton.next_power_of_2(dim))
     ptx = torch.version.cuda is not None and q.is_cuda
     geometry = {"TILE_ROWS": tile_rows, "CAUSAL": causal, "WINDOWED": window is not None}
-    _attend[*tiles, _walkers(pieces, math.prod(tiles))](
-        q,
-        k_cache.data,
-        k_cache.scale,
-        v_cache.data,
-        v_cache.scale,
-        page_table,
-        batch.lanes,
-        *spans,
-        parts,
-        peaks,
-        totals,
-        tiles_per_span,
-        page_table.stride(0),
-        q.stride(0),
-        q.stride(1),
-        scale * math.log2(math.e),
-        *facts,
-        HEADS=heads,
-        KV_HEADS=kv_heads,
-        TILE_HEADS=tile_heads,
-        TILE=max(16, triton.next_power_of_2(tile_rows * tile_heads)),
-        DIM=dim,
-        PADDED=padded,
-        K_OPERAND=_OPERAND[k_cache.data.dtype],
-        V_OPERAND=_OPERAND[v_cache.data.dtype],
-        PRECISION="bf16x6" if q.is_cuda else "ieee",  # the interpreter knows no other
-        PTX=ptx,
-        BLOCK=tiling.block,
-        WHOLE=whole,
-        **geometry,
-        num_warps=tiling.warps,
-        num_stages=tiling.stages,
-        **pdl(q.device),
-    )
+    walkers = _walkers(pieces, math.prod(tiles))
+    if special:
+        hopper.attend(aligned(q), k_cache, v_cache, page_table, batch, scale, tiles_per_span, walkers, parts, peaks, totals)
+    else:
+        _attend[*tiles, walkers](
+            q,
+            k_cache.data,
+            k_cache.scale,
+            v_cache.data,
+            v_cache.scale,
+            page_table,
+            batch.lanes,
+            *spans,
+            parts,
+            peaks,
+            totals,
+            tiles_per_span,
+            page_table.stride(0),
+            q.stride(0),
+            q.stride(1),
+            scale * math.log2(math.e),
+            *facts,
+            HEADS=heads,
+            KV_HEADS=kv_heads,
+            TILE_HEADS=tile_heads,
+            TILE=max(16, triton.next_power_of_2(tile_rows * tile_heads)),
+            DIM=dim,
+            PADDED=padded,
+            K_OPERAND=_OPERAND[k_cache.data.dtype],
+            V_OPERAND=_OPERAND[v_cache.data.dtype],
+            PRECISION="bf16x6" if q.is_cuda else "ieee",  # the interpreter knows no other
+            PTX=ptx,
+            BLOCK=tiling.block,
+            WHOLE=whole,
+            **geometry,
+            num_warps=tiling.warps,
+            num_stages=tiling.stages,
+            **pdl(q.device),
+        )
     if not whole:
         gate, factors, factor = to_rows or (None, None, 1.0)
         _add_pieces[batch.num_spans * widest, heads](
@@ -338,6 +344,7 @@ def _attend(
     WINDOWED: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    await_turn(PDL)
     tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the last tiles of a prompt have the most keys: they begin first
     span = tile // tiles_per_span
     first_row = tile % tiles_per_span * TILE_ROWS
@@ -348,7 +355,8 @@ def _attend(
     first_piece, last_piece = 0, 0
     if not WHOLE:
         first_piece, last_piece = _piece_of(first_key), _piece_of(last_key)
-    await_turn(PDL)
+    kv_head = tl.program_id(1) * TILE_HEADS // (HEADS // KV_HEADS)
+    pages = page_table + lane * table_stride
     if (first_row >= length) | (first_piece + tl.program_id(2) > last_piece):
         return
 
@@ -364,8 +372,6 @@ def _attend(
     position = tl.where(real, base + row, -1)
     place = packed * HEADS + head
 
-    kv_head = tl.program_id(1) * TILE_HEADS // (HEADS // KV_HEADS)
-    pages = page_table + lane * table_stride
     for piece in range(first_piece + tl.program_id(2), last_piece + 1, tl.num_programs(2)):
         begin = first_key // BLOCK * BLOCK
         end = last_key + 1

@@ -13,7 +13,7 @@ from torch import Tensor
 from paceline.batch import PackedBatch
 from paceline.config import PAGE_SIZE
 from paceline.ops.kv.ref import PagedTensor, StagedRows
-from paceline.ops.launch import await_turn, pdl
+from paceline.ops.launch import await_turn, await_turn_alone, pdl
 from paceline.ops.topk.kernel import larger
 
 _GROUP = tl.constexpr(32)
@@ -61,7 +61,7 @@ def write_rows(cache: PagedTensor, slots: Tensor, values: Tensor) -> None:
 
 @triton.jit
 def _write(data, scale, slots, values, WIDTH: tl.constexpr, PADDED: tl.constexpr, PDL: tl.constexpr):
-    await_turn(PDL)
+    await_turn_alone(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, PADDED)
     value = tl.load(values + row * WIDTH + at, mask=at < WIDTH, other=0.0)
