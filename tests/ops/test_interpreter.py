@@ -33,7 +33,7 @@ from paceline.ops.linear import Rows, TiledWeight, linear, merge
 from paceline.ops.linear import pack as pack_weight
 from paceline.ops.norm import add_rms_norm, gated_output, rms_norm
 from paceline.ops.quant import dequantize, dequantize_rows
-from paceline.ops.rope import RopeTable, apply_rope
+from paceline.ops.rope import RopeTable, apply_rope, norm_and_rope
 from paceline.ops.sample import draw
 from paceline.ops.topk import argmax, peaks, top_k
 from paceline.types import RowKind
@@ -252,6 +252,18 @@ def test_norms_and_gates() -> None:
     close(*both(swiglu, x, delta))
     close(*both(gated_heads, torch.randn(4, 3, 32), torch.randn(4, 3, 32)))
     close(*both(apply_rope, torch.randn(4, 3, 32), RopeTable(16, 16, 1e4, None, CPU).at(torch.arange(4))))
+
+
+@pytest.mark.parametrize(("dim", "rotary"), [(32, 32), (24, 8)])
+def test_norm_and_rope_is_one_after_the_other(dim: int, rotary: int) -> None:
+    wide, alone, weights = torch.randn(4, 7 * dim), torch.randn(4, 2, dim), torch.rand(3, dim)
+    layers = [wide[:, : 2 * dim].unflatten(1, (2, dim)), alone, wide[:, 5 * dim :].unflatten(1, (2, dim))]
+    table, positions = RopeTable(16, rotary, 1e4, None, CPU), torch.tensor([3, 0, 15, 3])
+    ours, reference = both(norm_and_rope, layers, weights, 1e-6, table, positions)
+    close(ours, reference)
+    with force("kernel"):
+        parts = [apply_rope(rms_norm(x, w, 1e-6), table.at(positions)) for x, w in zip(layers, weights, strict=True)]
+    assert torch.equal(ours, torch.stack(parts))
 
 
 def test_vocabulary() -> None:

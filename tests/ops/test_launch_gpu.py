@@ -20,7 +20,7 @@ from paceline.ops.kv import PagedTensor, StagedRows, allocate_pages, slots, writ
 from paceline.ops.linear import Merged, PackedWeight, Rows, TiledWeight, linear, linears, merge, pack
 from paceline.ops.norm import add_rms_norm, rms_norm
 from paceline.ops.quant import dequantize_rows
-from paceline.ops.rope import apply_rope
+from paceline.ops.rope import RopeTable, norm_and_rope
 from paceline.ops.sample import draw, last_kept
 from paceline.ops.selector import selector_walk
 from paceline.ops.topk import top_k
@@ -81,7 +81,8 @@ class Round:
         self.k, self.v = (self.filled(LANES * width, seed) for seed in (5, 6))
         self.context = self.filled(LANES * width, 11)
         self.angles = randn(ROWS, 1, HALF, seed=7), randn(ROWS, 1, HALF, seed=8)
-        self.per_head = 1.0 + 0.1 * randn(HEAD_DIM)
+        self.per_head, self.per_layer = 1.0 + 0.1 * randn(HEAD_DIM), 1.0 + 0.1 * randn(2, HEAD_DIM)
+        self.rope = RopeTable(max(BASES) + ROWS, 2 * HALF, 1e6, None, DEVICE)
         self.codebooks = randn(VOCAB, 64, seed=9), randn(VOCAB, 64, seed=10)
         self.base_kernel = randn(2, HIDDEN)
         numbers = torch.arange(REAL, device=DEVICE)
@@ -148,7 +149,8 @@ class Round:
         mixed = dynamic_conv(n.unflatten(0, (2, -1)), self.base_kernel, n[:, :16].reshape(2, -1, 2, 8))
         assert isinstance(mixed, Tensor)
         mixed = mixed.flatten(0, 1)
-        turned = apply_rope(mixed.unflatten(1, (-1, HEAD_DIM)), (self.angles[0][:REAL], self.angles[1][:REAL]))
+        heads = [part.unflatten(1, (-1, HEAD_DIM)) for part in mixed.chunk(2, 1)]
+        turned = norm_and_rope(heads, self.per_layer, EPS, self.rope, self.batch.positions[:REAL])
         scores, ids = (part.unflatten(0, (2, -1)) for part in top_k(logits, 16))
         query = mixed[:, :64].reshape(2, -1, 64)
         return [x, logits, cut, drawn, turned, selector_walk(scores, ids, query, drawn[:2], *self.codebooks, *self.sampling)]

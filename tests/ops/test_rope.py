@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from paceline.config import RopeScaling
-from paceline.ops.rope import RopeTable, apply_rope
+from paceline.ops.norm import rms_norm
+from paceline.ops.rope import RopeTable, apply_rope, norm_and_rope
 
 CPU = torch.device("cpu")
 
@@ -69,3 +70,13 @@ def test_yarn() -> None:
 def test_a_given_attention_factor_wins() -> None:
     assert frequencies(RopeScaling(32.0, 8192, attention_factor=1.25))[1] == pytest.approx(1.25)
     assert frequencies(RopeScaling(4.0, 8192))[1] == pytest.approx(1.0 + 0.1 * math.log(4.0))
+
+
+def test_norm_and_rope_is_one_after_the_other() -> None:
+    layers = [x.unflatten(1, (2, 64)) for x in randn(5, 6 * 64).chunk(3, 1)]
+    weights, positions = 1.0 + randn(3, 64, seed=1), torch.arange(4, 9)
+    table = RopeTable(9, 64, 1e6, None, CPU)
+    keys = norm_and_rope(layers, weights, 1e-6, table, positions)
+    assert keys.shape == (3, 5, 2, 64)
+    for got, x, weight in zip(keys, layers, weights, strict=True):
+        assert torch.equal(got, apply_rope(rms_norm(x, weight, 1e-6), table.at(positions)))

@@ -21,7 +21,7 @@ from paceline.ops.attention import attention, attention_inputs
 from paceline.ops.conv import dynamic_conv
 from paceline.ops.kv import slots
 from paceline.ops.linear import Rows
-from paceline.ops.rope import RopeTable, apply_rope
+from paceline.ops.rope import RopeTable, norm_and_rope
 from paceline.ops.selector import selector_walk
 from paceline.ops.topk import top_k
 from paceline.sampling import SamplingRows, pick_candidates
@@ -40,7 +40,8 @@ class DFlash(nn.Module):
         self.hidden_norm = RMSNorm(hidden, config.rms_eps)
         self.layers = nn.ModuleList(Layer(config, index, dtype) for index in range(config.num_layers))
         # the context rows of all layers come out of one product, those of a block layer by layer
-        self.context_kv = Siblings(*(linear for layer in self.layers for linear in _keys_and_values(layer)), too=True)
+        attentions = [_attention(layer) for layer in self.layers]
+        self.context_kv = Siblings(*(linear for each in attentions for linear in (each.k_proj, each.v_proj)), too=True)
         self.norm = RMSNorm(hidden, config.rms_eps)
         self.candidate_selector = Selector(config, dtype) if config.selector_rank else None
         self.embed_tokens = Embedding(config.own_embedding_rows, hidden) if config.own_embedding_rows else None
@@ -48,11 +49,13 @@ class DFlash(nn.Module):
         if config.own_head_rows:
             self.lm_head = Linear(hidden, config.own_head_rows, dtype, dense_dtype=torch.float32)
         self.rope: RopeTable | None = None
+        self.context_norms: Tensor | None = None
         self.operand = operand_type(dtype)
 
     def finish(self, max_positions: int) -> None:
         """After loading: pack the products and make the rotary table for positions below ``max_positions``."""
         finish(self)
+        self.context_norms = torch.stack([_attention(layer).k_norm.weight for layer in self.layers])
         config, device = self.config, self.norm.weight.device
         self.rope = RopeTable(max_positions, config.head_dim, config.rope_theta, config.rope_scaling, device)
 
@@ -63,13 +66,13 @@ class DFlash(nn.Module):
 
     def project(self, features: Tensor, batch: PackedBatch, views: list[ContextView]) -> None:
         """Stage the context K/V rows of features [N, taps * H] for each layer; nothing is attended here."""
-        assert self.rope is not None, "finish() has not been called"
-        angles = self.rope.at(batch.positions)
+        assert self.rope is not None and self.context_norms is not None, "finish() has not been called"
         _, context = self.hidden_norm.after(self.fc(features, batch.kind), None, self.operand)
-        parts = iter(self.context_kv(context, batch.kind))
-        for layer, view in zip(self.layers, views, strict=True):
-            assert isinstance(layer, Layer)
-            view.stage(*layer.self_attn.context(next(parts), next(parts), angles))
+        heads = (self.config.num_kv_heads, self.config.head_dim)
+        parts = [part.unflatten(-1, heads) for part in self.context_kv(context, batch.kind)]
+        keys = norm_and_rope(parts[::2], self.context_norms, self.config.rms_eps, self.rope, batch.positions)
+        for view, k, v in zip(views, keys, parts[1::2], strict=True):
+            view.stage(k, v)
 
     def hidden(self, anchors: Tensor, embed: Embedding, batch: PackedBatch, views: list[AttentionView]) -> Tensor:
         """Final hidden states [L, B, H] of one block per lane; anchors [L], ``batch`` has L spans of B rows."""
@@ -121,9 +124,9 @@ _PLAIN_TOP_K = 16
 """Candidates that a drafter without a selector draws among when the request samples; greedy needs only the first."""
 
 
-def _keys_and_values(layer: nn.Module) -> tuple[Linear, Linear]:
+def _attention(layer: nn.Module) -> Attention:
     assert isinstance(layer, Layer)
-    return layer.self_attn.k_proj, layer.self_attn.v_proj
+    return layer.self_attn
 
 
 class Selector(nn.Module):
@@ -225,11 +228,6 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(self.head_dim, config.rms_eps)
         self.k_norm = RMSNorm(self.head_dim, config.rms_eps)
         self.qkv = Siblings(self.q_proj, self.k_proj, self.v_proj)
-
-    def context(self, k: Tensor, v: Tensor, angles: Angles) -> tuple[Tensor, Tensor]:
-        """K (normed, rotated) and V [N, Hkv, D] of context rows, from their projections [N, Hkv * D]."""
-        k, v = (x.unflatten(-1, (self.kv_heads, self.head_dim)) for x in (k, v))
-        return apply_rope(self.k_norm(k), angles), v
 
     def forward(self, n: Tensor | Rows, angles: Angles, batch: PackedBatch, view: AttentionView) -> Tensor:
         # Block rows are written behind the committed context, where only their own block sees them and where the next

@@ -21,7 +21,7 @@ from paceline.ops.linear import (
     pack,
 )
 from paceline.ops.mlp import longest_rows, mlp_hidden
-from paceline.ops.norm import add_rms_norm, rms_norm
+from paceline.ops.norm import add_rms_norm
 from paceline.ops.quant import QuantTensor, dequantize_rows
 from paceline.types import RowKind
 
@@ -143,9 +143,6 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.weight = parameter(size)
         self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps)
 
     def after(self, x: Tensor, delta: Tensor | None, operand: torch.dtype | None) -> tuple[Tensor, Tensor | Rows]:
         """(x + delta, its norm as the input of products of type ``operand``, or None: as a plain tensor)."""

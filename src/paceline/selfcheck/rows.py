@@ -19,7 +19,7 @@ from paceline.ops.kv import PagedTensor, allocate_pages, read_pages, write_rows
 from paceline.ops.linear import PackedWeight, Rows, TiledWeight, linear, linears, merge, pack
 from paceline.ops.mlp import longest_rows, mlp_hidden
 from paceline.ops.quant import BLOCKS, QuantTensor, dequantize_rows
-from paceline.ops.rope import RopeTable, apply_rope
+from paceline.ops.rope import RopeTable, apply_rope, norm_and_rope
 from paceline.ops.sample import draw, gumbel, gumbel_of_vocabulary, last_kept
 from paceline.ops.selector import candidate_scores, selector_walk
 from paceline.ops.topk import argmax, peaks, top_k
@@ -50,7 +50,7 @@ def row_cases(device: torch.device) -> list[Case]:
     if kernels:
         cases += [*_operands(rng), _dynamic_conv_as_rows(rng), _embedding(rng)]
     cases += [_mlp_hidden(rng)]
-    cases += [_rope(rng, rotary) for rotary in (16, 64)]
+    cases += [make(rng, rotary) for make in (_rope, _norm_and_rope) for rotary in (16, 64)]
     cases += [_kv(rng, kind) for kind in CACHE_TYPES]
     cases += [_attention_inputs(rng, kind, rotary) for kind in CACHE_TYPES for rotary in (16, 64)]
     cases += [_dynamic_conv(rng, rows=8, taps=2), _dynamic_conv(rng, rows=3, taps=4)]
@@ -225,6 +225,17 @@ def _rope(rng: Rng, rotary: int) -> Case:
         return _split(apply_rope(laid_out(x[chosen], rng), angles))
 
     return Case(f"rope of {rotary} in 64", ("apply_rope",), ROWS, compute, rng.device)
+
+
+def _norm_and_rope(rng: Rng, rotary: int) -> Case:
+    layers, weights = randn(rng, ROWS, 3, 2, 64), 1.0 + 0.1 * randn(rng, 3, 64)
+    positions, table = rng.tensor(rng.permutation(1100)[:ROWS]), RopeTable(1100, rotary, 1e6, None, rng.device)
+
+    def compute(chosen: Sequence[int], rng: Rng) -> Outputs:
+        each = [laid_out(x, rng) for x in layers[chosen].unbind(1)]
+        return _split(*norm_and_rope(each, weights, 1e-6, table, positions[chosen]))
+
+    return Case(f"norm and rope of {rotary} in 64", ("norm_and_rope",), ROWS, compute, rng.device)
 
 
 def _kv(rng: Rng, kind: CacheType) -> Case:

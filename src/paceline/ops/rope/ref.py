@@ -7,12 +7,14 @@ depend on how long the table is.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from paceline.config import RopeScaling
+from paceline.ops.norm import rms_norm
 
 _BLOCK = 1024
 
@@ -64,3 +66,10 @@ def apply_rope(x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
     half = cos.shape[-1]
     first, second = x[..., :half], x[..., half : 2 * half]
     return torch.cat((first * cos - second * sin, second * cos + first * sin, x[..., 2 * half :]), dim=-1)
+
+
+def norm_and_rope(layers: Sequence[Tensor], weights: Tensor, eps: float, table: RopeTable, positions: Tensor) -> Tensor:
+    """``apply_rope`` of the ``rms_norm`` of every head of each x [N, heads, D] in ``layers``, whose weights are the rows of
+    ``weights`` [layers, D]; ``positions`` [N]. Returns [layers, N, heads, D]."""
+    angles = table.at(positions)
+    return torch.stack([apply_rope(rms_norm(x, weight, eps), angles) for x, weight in zip(layers, weights, strict=True)])
