@@ -5,6 +5,7 @@ The interpreter computes with numpy, so bits differ; what is found here are wron
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 from collections.abc import Callable, Iterator
@@ -31,7 +32,7 @@ from paceline.ops.gdn import gdn_inputs, gdn_prefill, gdn_replay, gdn_verify
 from paceline.ops.kv import PagedTensor, allocate_pages, row_slots, write_rows
 from paceline.ops.linear import Rows, TiledWeight, linear, merge
 from paceline.ops.linear import pack as pack_weight
-from paceline.ops.norm import add_rms_norm, gated_output, rms_norm
+from paceline.ops.norm import add_rms_norm, add_rms_norm_twice, gated_output, rms_norm
 from paceline.ops.quant import dequantize, dequantize_rows
 from paceline.ops.rope import RopeTable, apply_rope, norm_and_rope
 from paceline.ops.sample import draw
@@ -252,6 +253,22 @@ def test_norms_and_gates() -> None:
     close(*both(swiglu, x, delta))
     close(*both(gated_heads, torch.randn(4, 3, 32), torch.randn(4, 3, 32)))
     close(*both(apply_rope, torch.randn(4, 3, 32), RopeTable(16, 16, 1e4, None, CPU).at(torch.arange(4))))
+
+
+@pytest.mark.parametrize("with_delta", [True, False])
+@pytest.mark.parametrize("size", [300, 1100])
+def test_add_rms_norm_twice_is_a_norm_and_rows_of_it(size: int, with_delta: bool) -> None:
+    x, weight = torch.randn(4, size) * torch.tensor([[1.0], [1e6], [0.0], [1e-7]]), torch.rand(size)
+    delta = torch.randn(4, size) if with_delta else None
+    prepare = importlib.import_module("paceline.ops.linear.kernel").prepare
+    with force("kernel"):
+        total, n = add_rms_norm(x, delta, weight, 1e-6)
+        same, plain, rows = add_rms_norm_twice(x, delta, weight, 1e-6, torch.float16)
+        assert isinstance(n, Tensor) and isinstance(rows, Rows)
+        expected = prepare(n, torch.float16)
+    assert torch.equal(same, total) and torch.equal(plain, n)
+    assert torch.equal(rows.values[:4], expected.values[:4]) and torch.equal(rows.factors[:4], expected.factors[:4])
+    close(plain, rms_norm(total, weight, 1e-6))
 
 
 @pytest.mark.parametrize(("dim", "rotary"), [(32, 32), (24, 8)])

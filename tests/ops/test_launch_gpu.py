@@ -18,7 +18,7 @@ from paceline.ops.conv import advance_history, dynamic_conv
 from paceline.ops.gdn import ReplayLog, gdn_mixer, gdn_replay, output_bound
 from paceline.ops.kv import PagedTensor, StagedRows, allocate_pages, slots, write_kept, write_rows
 from paceline.ops.linear import Merged, PackedWeight, Rows, TiledWeight, linear, linears, merge, pack
-from paceline.ops.norm import add_rms_norm, rms_norm
+from paceline.ops.norm import add_rms_norm, add_rms_norm_twice, rms_norm
 from paceline.ops.quant import dequantize_rows
 from paceline.ops.rope import RopeTable, norm_and_rope
 from paceline.ops.sample import draw, last_kept
@@ -84,7 +84,7 @@ class Round:
         self.per_head, self.per_layer = 1.0 + 0.1 * randn(HEAD_DIM), 1.0 + 0.1 * randn(2, HEAD_DIM)
         self.rope = RopeTable(max(BASES) + ROWS, 2 * HALF, 1e6, None, DEVICE)
         self.codebooks = randn(VOCAB, 64, seed=9), randn(VOCAB, 64, seed=10)
-        self.base_kernel = randn(2, HIDDEN)
+        self.base_kernel, self.kernels = randn(2, HIDDEN), packed("Q8_0", 16, HIDDEN, 6)
         numbers = torch.arange(REAL, device=DEVICE)
         self.sampling = torch.full((REAL,), 0.8, device=DEVICE), numbers + 3, torch.zeros_like(numbers), numbers
         self.limits = torch.tensor(TOP_K, device=DEVICE), torch.full((REAL,), 0.9, device=DEVICE)
@@ -145,8 +145,9 @@ class Round:
         temperature, seed, choice, position = self.sampling
         cut = last_kept(logits, temperature, *self.limits, TOP_K)
         drawn = draw(logits, temperature, torch.zeros_like(temperature), seed, choice, position, cut)
-        n = rms_norm(x, 1e3 * self.norm, EPS)
-        mixed = dynamic_conv(n.unflatten(0, (2, -1)), self.base_kernel, n[:, :16].reshape(2, -1, 2, 8))
+        _, n, rows = add_rms_norm_twice(x, None, 1e3 * self.norm, EPS, torch.float16)
+        kernels = linear(rows, self.kernels, "decode").view(2, -1, 2, 8)
+        mixed = dynamic_conv(n.unflatten(0, (2, -1)), self.base_kernel, kernels)
         assert isinstance(mixed, Tensor)
         mixed = mixed.flatten(0, 1)
         heads = [part.unflatten(1, (-1, HEAD_DIM)) for part in mixed.chunk(2, 1)]

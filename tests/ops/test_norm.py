@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.ops.norm import add_rms_norm, gated_output, gated_rms_norm, l2_norm, rms_norm
+from paceline.ops.norm import add_rms_norm, add_rms_norm_twice, gated_output, gated_rms_norm, l2_norm, rms_norm
 
 RELATIVE = 1e-6
 """About eight roundings of float32: the sum's tree, the division, the root, and the products around them."""
@@ -56,6 +56,8 @@ def test_fused_forms_are_what_they_fuse(operand: torch.dtype | None) -> None:
     total, normed = add_rms_norm(x[:, 0], delta[:, 0], weight, 1e-6, operand)
     assert torch.equal(total, x[:, 0] + delta[:, 0])
     assert isinstance(normed, Tensor) and torch.equal(normed, rms_norm(total, weight, 1e-6))
+    again, n, rows = add_rms_norm_twice(x[:, 0], delta[:, 0], weight, 1e-6, operand or torch.float16)
+    assert torch.equal(again, total) and torch.equal(n, normed) and isinstance(rows, Tensor) and torch.equal(rows, normed)
     same, normed = add_rms_norm(total, None, weight, 1e-6, operand)
     assert same is total and isinstance(normed, Tensor) and torch.equal(normed, rms_norm(total, weight, 1e-6))
     out = gated_output(x, z, weight, 1e-6, operand)

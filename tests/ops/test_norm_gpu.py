@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from paceline.ops.linear import Rows
-from paceline.ops.norm import add_rms_norm, gated_output, gated_rms_norm, l2_norm, rms_norm
+from paceline.ops.norm import add_rms_norm, add_rms_norm_twice, gated_output, gated_rms_norm, l2_norm, rms_norm
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
@@ -111,6 +112,23 @@ def test_add_rms_norm(size: int, operand: torch.dtype | None) -> None:
         assert torch.equal(some, total[chosen])
         for got, whole in zip(bits_of(part), bits_of(normed), strict=True):
             assert torch.equal(got, whole[chosen]), f"{rows} rows"
+
+
+@pytest.mark.parametrize("operand", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("rows", [1, 8, 48, 107])
+@pytest.mark.parametrize("size", [5120, 100, 640])
+def test_add_rms_norm_twice_is_a_norm_and_rows_of_it(size: int, rows: int, operand: torch.dtype) -> None:
+    x, delta, weight = inputs((rows, size))
+    prepare = importlib.import_module("paceline.ops.linear.kernel").prepare
+    for added in (delta, None):
+        total, normed = add_rms_norm(x, added, weight, 1e-6)
+        same, plain, packed = add_rms_norm_twice(x, added, weight, 1e-6, operand)
+        assert isinstance(normed, Tensor) and isinstance(packed, Rows)
+        assert torch.equal(same, total) and torch.equal(plain, normed)
+        expected = prepare(normed, operand)
+        assert (packed.rows, packed.columns) == (expected.rows, expected.columns)
+        for got, wanted in zip(bits_of(packed), bits_of(expected), strict=True):
+            assert torch.equal(got, wanted)
 
 
 @pytest.mark.parametrize("operand", OPERANDS, ids=str)

@@ -173,29 +173,33 @@ class Layer(nn.Module):
         self, x: Tensor, delta: Tensor | None, angles: Angles, batch: PackedBatch, view: AttentionView
     ) -> tuple[Tensor, Tensor]:
         """The residual stream [N, H] and what the last sublayer adds to it -> both behind this layer."""
-        x, n = self.input_layernorm.after(x, delta, self.operand if self.attention_conv is None else None)
-        delta = self._between(self.attention_conv, n, batch, lambda n: self.self_attn(n, angles, batch, view))
-        x, n = self.post_attention_layernorm.after(x, delta, self.operand if self.mlp_conv is None else None)
-        return x, self._between(self.mlp_conv, n, batch, lambda n: self.mlp(n, batch.kind))
+        x, delta = self._add(
+            self.input_layernorm, self.attention_conv, x, delta, batch, lambda n: self.self_attn(n, angles, batch, view)
+        )
+        return self._add(self.post_attention_layernorm, self.mlp_conv, x, delta, batch, lambda n: self.mlp(n, batch.kind))
 
-    def _between(
+    def _add(
         self,
+        norm: RMSNorm,
         conv: DynamicConv | None,
-        n: Tensor | Rows,
+        x: Tensor,
+        delta: Tensor | None,
         batch: PackedBatch,
         inner: Callable[[Tensor | Rows], Tensor],
-    ) -> Tensor:
-        """conv_out(inner(conv_in(n))); both kernels come from n, before the first convolution."""
+    ) -> tuple[Tensor, Tensor]:
+        """(x + delta, conv_out(inner(conv_in(n)))) for n = norm(x + delta); both kernels come from n, before the first
+        convolution."""
         if conv is None:
-            return inner(n)
-        assert isinstance(n, Tensor)
+            x, n = norm.after(x, delta, self.operand)
+            return x, inner(n)
+        x, plain, n = norm.after_twice(x, delta, self.operand)
         blocks = (batch.num_spans, batch.lengths[0])
         kernels = conv.kernels(n, batch.kind).unflatten(0, blocks)
-        mixed = dynamic_conv(n.unflatten(0, blocks), conv.base_kernel[0], kernels[:, :, 0], self.operand)
+        mixed = dynamic_conv(plain.unflatten(0, blocks), conv.base_kernel[0], kernels[:, :, 0], self.operand)
         delta = inner(mixed if isinstance(mixed, Rows) else mixed.flatten(0, 1))
         mixed = dynamic_conv(delta.unflatten(0, blocks), conv.base_kernel[1], kernels[:, :, 1])
         assert isinstance(mixed, Tensor)
-        return mixed.flatten(0, 1)
+        return x, mixed.flatten(0, 1)
 
 
 class DynamicConv(nn.Module):
@@ -208,7 +212,7 @@ class DynamicConv(nn.Module):
         self.base_kernel = parameter(2, self.taps, config.hidden_size)
         self.kernel_projection = Linear(config.hidden_size, 2 * self.taps * self.groups, dtype)
 
-    def kernels(self, n: Tensor, kind: RowKind) -> Tensor:
+    def kernels(self, n: Tensor | Rows, kind: RowKind) -> Tensor:
         """[N, H] -> [N, 2, K, G]."""
         return self.kernel_projection(n, kind).unflatten(-1, (2, self.taps, self.groups))
 

@@ -21,7 +21,7 @@ from paceline.ops.linear import (
     pack,
 )
 from paceline.ops.mlp import longest_rows, mlp_hidden
-from paceline.ops.norm import add_rms_norm
+from paceline.ops.norm import add_rms_norm, add_rms_norm_twice
 from paceline.ops.quant import QuantTensor, dequantize_rows
 from paceline.types import RowKind
 
@@ -147,6 +147,10 @@ class RMSNorm(nn.Module):
     def after(self, x: Tensor, delta: Tensor | None, operand: torch.dtype | None) -> tuple[Tensor, Tensor | Rows]:
         """(x + delta, its norm as the input of products of type ``operand``, or None: as a plain tensor)."""
         return add_rms_norm(x, delta, self.weight, self.eps, operand)
+
+    def after_twice(self, x: Tensor, delta: Tensor | None, operand: torch.dtype) -> tuple[Tensor, Tensor, Tensor | Rows]:
+        """(x + delta, its norm as a plain tensor, and as the input of products of type ``operand``)."""
+        return add_rms_norm_twice(x, delta, self.weight, self.eps, operand)
 
 
 class Embedding(nn.Module):

@@ -166,6 +166,13 @@ def _norms(rng: Rng) -> list[Case]:
         _case("rms_norm of heads", ("rms_norm",), lambda x: norm.rms_norm(x, narrow, 1e-6), heads),
         _case("l2_norm", ("l2_norm",), norm.l2_norm, heads),
         _case("add_rms_norm", ("add_rms_norm",), lambda x, d: norm.add_rms_norm(x, d, wide, 1e-6), x, delta),
+        _case(
+            "add_rms_norm_twice",
+            ("add_rms_norm_twice",),
+            lambda x, d: norm.add_rms_norm_twice(x, d, wide, 1e-6, torch.float16),
+            x,
+            delta,
+        ),
         _case("gated_rms_norm", ("gated_rms_norm",), lambda x, g: norm.gated_rms_norm(x, g, narrow, 1e-6), heads, gate),
         _case("gated_output", ("gated_output",), lambda x, g: norm.gated_output(x, g, narrow, 1e-6), heads, gate),
     ]

@@ -23,11 +23,27 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def add_rms_norm(
     x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, operand: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor | Rows]:
+    total, _, n = _add_norms(x, delta, weight, eps, operand, twice=False)
+    return total, n
+
+
+def add_rms_norm_twice(
+    x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, operand: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor | Rows]:
+    total, plain, n = _add_norms(x, delta, weight, eps, operand, twice=True)
+    assert plain is not None
+    return total, plain, n
+
+
+def _add_norms(
+    x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, operand: torch.dtype | None, *, twice: bool
+) -> tuple[Tensor, Tensor | None, Tensor | Rows]:
     x, delta, weight = aligned(x), None if delta is None else aligned(delta), aligned(weight)
     rows, size = x.shape
     total = x if delta is None else torch.empty(rows, size, dtype=torch.float32, device=x.device)
+    plain = torch.empty(rows, size, dtype=torch.float32, device=x.device) if twice else None
     values, factors, width = row_outputs(rows, size, x.device, operand)
-    norms = None if factors is None else torch.empty_like(factors)
+    norms = None if factors is None or twice else torch.empty_like(factors)
     length, first, rest, warps = strips(width)
     if rows:
         _add_norm[(rows,)](
@@ -35,6 +51,7 @@ def add_rms_norm(
             delta,
             weight,
             total,
+            plain,
             values,
             factors,
             norms,
@@ -49,7 +66,7 @@ def add_rms_norm(
             num_warps=warps,
             **pdl(x.device),
         )
-    return total, finished(values, factors, rows, size, norms)
+    return total, plain, finished(values, factors, rows, size, norms)
 
 
 def gated_output(o: Tensor, z: Tensor, weight: Tensor, eps: float, operand: torch.dtype | None = None) -> Tensor | Rows:
@@ -121,6 +138,7 @@ def _add_norm(
     delta,
     weight,
     total,
+    plain,
     values,
     factors,
     norms,
@@ -159,7 +177,12 @@ def _add_norm(
     scale = 1.0 / tl.sqrt_rn(square / SIZE + eps)
     first = first * scale * factor
     rest = rest * scale * more_factors
-    if factors is not None:
+    if plain is not None:
+        # here the largest is that of the stored row, as where the row is read again
+        store_strips(plain + row * SIZE, first, at, within, rest, more, inside)
+        largest = tl.max(tl.maximum(tl.max(tl.abs(first), 0), tl.max(tl.abs(rest), 0)), 0)
+        first, rest = scaled(factors + row, largest, first, rest)
+    elif factors is not None:
         first, rest = scaled(factors + row, largest * scale, first, rest)
         tl.store(norms + row, norm * scale * scale)
     store_strips(values + row * WIDTH, first, at, at < WIDTH, rest, more, more < WIDTH)

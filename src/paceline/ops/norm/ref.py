@@ -27,6 +27,16 @@ def add_rms_norm(
     return x, rms_norm(x, weight, eps)
 
 
+def add_rms_norm_twice(
+    x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, operand: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor | Rows]:
+    """``add_rms_norm`` where the norm is wanted as numbers and as what products multiply: (x + delta, its norm [N, H], what
+    ``linear`` makes of that one: on a GPU ``Rows`` of type ``operand``)."""
+    total, n = add_rms_norm(x, delta, weight, eps)
+    assert isinstance(n, Tensor)
+    return total, n, n
+
+
 def l2_norm(x: Tensor, eps: float = 1e-6) -> Tensor:
     """x / sqrt(sum(x²) + eps); eps sits inside the root of the *sum* (Gated DeltaNet), so zeros stay zeros."""
     x = x.contiguous()
