@@ -26,7 +26,7 @@ from paceline.ops.accept import accept
 from paceline.ops.activation import gated_heads, swiglu
 from paceline.ops.advance import advance, input_tokens
 from paceline.ops.attention import attention, attention_inputs, gated_attention, value_bound
-from paceline.ops.conv import advance_history, causal_conv, conv_history, dynamic_conv
+from paceline.ops.conv import Convolved, advance_history, causal_conv, conv_history, dynamic_conv
 from paceline.ops.dispatch import force
 from paceline.ops.gdn import gdn_inputs, gdn_prefill, gdn_replay, gdn_verify
 from paceline.ops.kv import PagedTensor, allocate_pages, row_slots, write_rows
@@ -256,7 +256,7 @@ def test_norms_and_gates() -> None:
 
 
 @pytest.mark.parametrize("with_delta", [True, False])
-@pytest.mark.parametrize("size", [300, 1100])
+@pytest.mark.parametrize("size", [640, 1100])
 def test_add_rms_norm_twice_is_a_norm_and_rows_of_it(size: int, with_delta: bool) -> None:
     x, weight = torch.randn(4, size) * torch.tensor([[1.0], [1e6], [0.0], [1e-7]]), torch.rand(size)
     delta = torch.randn(4, size) if with_delta else None
@@ -269,6 +269,28 @@ def test_add_rms_norm_twice_is_a_norm_and_rows_of_it(size: int, with_delta: bool
     assert torch.equal(same, total) and torch.equal(plain, n)
     assert torch.equal(rows.values[:4], expected.values[:4]) and torch.equal(rows.factors[:4], expected.factors[:4])
     close(plain, rms_norm(total, weight, 1e-6))
+
+
+@pytest.mark.parametrize(("size", "rows", "taps"), [(300, 4, 2), (1100, 2, 4), (64, 1, 2)])
+def test_a_convolution_may_be_left_to_the_norm_behind_it(size: int, rows: int, taps: int) -> None:
+    x, delta, weight, base = (
+        torch.randn(3 * rows, size),
+        torch.randn(3 * rows, size),
+        torch.rand(size),
+        torch.randn(taps, size),
+    )
+    dynamic = torch.randn(3, rows, 2, taps, size // 4)[:, :, 1]
+    left = Convolved(delta, base, dynamic)
+    for ours, reference in zip(*both(add_rms_norm, x, left, weight, 1e-6), strict=True):
+        close(ours, reference)
+    with force("kernel"):
+        mixed = dynamic_conv(delta.unflatten(0, (3, rows)), base, dynamic)
+        assert isinstance(mixed, Tensor)
+        expected = add_rms_norm_twice(x, mixed.flatten(0, 1), weight, 1e-6, torch.float16)
+        got = add_rms_norm_twice(x, left, weight, 1e-6, torch.float16)
+    assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1])
+    assert isinstance(got[2], Rows) and isinstance(expected[2], Rows)
+    assert torch.equal(got[2].values[: 3 * rows], expected[2].values[: 3 * rows])
 
 
 @pytest.mark.parametrize(("dim", "rotary"), [(32, 32), (24, 8)])

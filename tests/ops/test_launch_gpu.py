@@ -14,7 +14,7 @@ from paceline.batch import facts, unpack
 from paceline.config import PAGE_SIZE
 from paceline.ops.activation import swiglu
 from paceline.ops.attention import attention_inputs, gated_attention, value_bound
-from paceline.ops.conv import advance_history, dynamic_conv
+from paceline.ops.conv import Convolved, advance_history, dynamic_conv
 from paceline.ops.gdn import ReplayLog, gdn_mixer, gdn_replay, output_bound
 from paceline.ops.kv import PagedTensor, StagedRows, allocate_pages, slots, write_kept, write_rows
 from paceline.ops.linear import Merged, PackedWeight, Rows, TiledWeight, linear, linears, merge, pack
@@ -149,7 +149,8 @@ class Round:
         kernels = linear(rows, self.kernels, "decode").view(2, -1, 2, 8)
         mixed = dynamic_conv(n.unflatten(0, (2, -1)), self.base_kernel, kernels)
         assert isinstance(mixed, Tensor)
-        mixed = mixed.flatten(0, 1)
+        left = Convolved(mixed.flatten(0, 1), self.base_kernel, kernels)
+        mixed = add_rms_norm_twice(n, left, 1e3 * self.norm, EPS, torch.float16)[1]
         heads = [part.unflatten(1, (-1, HEAD_DIM)) for part in mixed.chunk(2, 1)]
         turned = norm_and_rope(heads, self.per_layer, EPS, self.rope, self.batch.positions[:REAL])
         scores, ids = (part.unflatten(0, (2, -1)) for part in top_k(logits, 16))

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from paceline.ops.conv import Convolved, dynamic_conv
 from paceline.ops.norm import add_rms_norm, add_rms_norm_twice, gated_output, gated_rms_norm, l2_norm, rms_norm
 
 RELATIVE = 1e-6
@@ -62,3 +63,15 @@ def test_fused_forms_are_what_they_fuse(operand: torch.dtype | None) -> None:
     assert same is total and isinstance(normed, Tensor) and torch.equal(normed, rms_norm(total, weight, 1e-6))
     out = gated_output(x, z, weight, 1e-6, operand)
     assert isinstance(out, Tensor) and torch.equal(out, gated_rms_norm(x, z, weight, 1e-6).view(5, 192))
+
+
+def test_a_convolution_may_be_left_to_the_norm_behind_it() -> None:
+    x, delta, weight = randn(10, 64), randn(10, 64, seed=1), randn(64, seed=2)
+    base, dynamic = randn(2, 64, seed=3), randn(2, 5, 2, 4, seed=4)
+    mixed = dynamic_conv(delta.unflatten(0, (2, 5)), base, dynamic)
+    assert isinstance(mixed, Tensor)
+    expected = add_rms_norm(x, mixed.flatten(0, 1), weight, 1e-6)
+    left = Convolved(delta, base, dynamic)
+    for got in (add_rms_norm(x, left, weight, 1e-6), add_rms_norm_twice(x, left, weight, 1e-6, torch.float16)[:2]):
+        for part, wanted in zip(got, expected, strict=True):
+            assert isinstance(part, Tensor) and isinstance(wanted, Tensor) and torch.equal(part, wanted)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from paceline.ops.conv import Convolved, dynamic_conv
 from paceline.ops.linear import Rows
 from paceline.ops.norm import add_rms_norm, add_rms_norm_twice, gated_output, gated_rms_norm, l2_norm, rms_norm
 
@@ -146,6 +147,28 @@ def test_gated_output(shape: tuple[int, int, int], operand: torch.dtype | None) 
         part = gated_output(x[chosen], gate[chosen], weight, 1e-6, operand)
         for got, expected in zip(bits_of(part), bits_of(whole), strict=True):
             assert torch.equal(got, expected[chosen]), f"{rows} rows"
+
+
+@pytest.mark.parametrize(("lanes", "rows", "taps"), [(1, 1, 2), (1, 8, 2), (6, 8, 2), (3, 5, 4), (1, 2, 4)])
+@pytest.mark.parametrize(("size", "group"), [(5120, 32), (100, 4), (1100, 11)])
+def test_a_convolution_may_be_left_to_the_norm_behind_it(size: int, group: int, lanes: int, rows: int, taps: int) -> None:
+    x, delta, weight = inputs((lanes * rows, size))
+    base = torch.randn(taps, size, device="cuda")
+    dynamic = torch.randn(lanes, rows, 2, taps, size // group, device="cuda")[:, :, 1]
+    mixed = dynamic_conv(delta.unflatten(0, (lanes, rows)), base, dynamic)
+    assert isinstance(mixed, Tensor)
+    left = Convolved(delta, base, dynamic)
+    for operand in OPERANDS:
+        total, normed = add_rms_norm(x, mixed.flatten(0, 1), weight, 1e-6, operand)
+        same, got = add_rms_norm(x, left, weight, 1e-6, operand)
+        assert torch.equal(same, total)
+        for part, wanted in zip(bits_of(got), bits_of(normed), strict=True):
+            assert torch.equal(part, wanted)
+    total, plain, packed = add_rms_norm_twice(x, mixed.flatten(0, 1), weight, 1e-6, torch.float16)
+    same, again, got = add_rms_norm_twice(x, left, weight, 1e-6, torch.float16)
+    assert torch.equal(same, total) and torch.equal(again, plain)
+    for part, wanted in zip(bits_of(got), bits_of(packed), strict=True):
+        assert torch.equal(part, wanted)
 
 
 def test_a_row_of_nan_is_nobody_else_s() -> None:

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from paceline.batch import PackedBatch
 from paceline.config import DrafterConfig
-from paceline.models.layers import MLP, Embedding, Linear, RMSNorm, Siblings, finish, operand_type, parameter
+from paceline.models.layers import MLP, Delta, Embedding, Linear, RMSNorm, Siblings, finish, operand_type, parameter
 from paceline.ops.activation import softcap
 from paceline.ops.attention import attention, attention_inputs
-from paceline.ops.conv import dynamic_conv
+from paceline.ops.conv import Convolved, dynamic_conv
 from paceline.ops.kv import slots
 from paceline.ops.linear import Rows
 from paceline.ops.rope import RopeTable, norm_and_rope
@@ -170,8 +170,8 @@ class Layer(nn.Module):
         self.operand = operand_type(dtype)
 
     def forward(
-        self, x: Tensor, delta: Tensor | None, angles: Angles, batch: PackedBatch, view: AttentionView
-    ) -> tuple[Tensor, Tensor]:
+        self, x: Tensor, delta: Delta | None, angles: Angles, batch: PackedBatch, view: AttentionView
+    ) -> tuple[Tensor, Delta]:
         """The residual stream [N, H] and what the last sublayer adds to it -> both behind this layer."""
         x, delta = self._add(
             self.input_layernorm, self.attention_conv, x, delta, batch, lambda n: self.self_attn(n, angles, batch, view)
@@ -183,10 +183,10 @@ class Layer(nn.Module):
         norm: RMSNorm,
         conv: DynamicConv | None,
         x: Tensor,
-        delta: Tensor | None,
+        delta: Delta | None,
         batch: PackedBatch,
         inner: Callable[[Tensor | Rows], Tensor],
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Delta]:
         """(x + delta, conv_out(inner(conv_in(n)))) for n = norm(x + delta); both kernels come from n, before the first
         convolution."""
         if conv is None:
@@ -196,10 +196,8 @@ class Layer(nn.Module):
         blocks = (batch.num_spans, batch.lengths[0])
         kernels = conv.kernels(n, batch.kind).unflatten(0, blocks)
         mixed = dynamic_conv(plain.unflatten(0, blocks), conv.base_kernel[0], kernels[:, :, 0], self.operand)
-        delta = inner(mixed if isinstance(mixed, Rows) else mixed.flatten(0, 1))
-        mixed = dynamic_conv(delta.unflatten(0, blocks), conv.base_kernel[1], kernels[:, :, 1])
-        assert isinstance(mixed, Tensor)
-        return x, mixed.flatten(0, 1)
+        out = inner(mixed if isinstance(mixed, Rows) else mixed.flatten(0, 1))
+        return x, Convolved(out, conv.base_kernel[1], kernels[:, :, 1])
 
 
 class DynamicConv(nn.Module):

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from paceline.ops.conv import Convolved
 from paceline.ops.linear import (
     Merged,
     PackedWeight,
@@ -24,6 +25,9 @@ from paceline.ops.mlp import longest_rows, mlp_hidden
 from paceline.ops.norm import add_rms_norm, add_rms_norm_twice
 from paceline.ops.quant import QuantTensor, dequantize_rows
 from paceline.types import RowKind
+
+Delta = Tensor | Convolved
+"""What a sublayer adds to the residual stream."""
 
 
 def parameter(*shape: int, dtype: torch.dtype = torch.float32) -> nn.Parameter:
@@ -144,11 +148,11 @@ class RMSNorm(nn.Module):
         self.weight = parameter(size)
         self.eps = eps
 
-    def after(self, x: Tensor, delta: Tensor | None, operand: torch.dtype | None) -> tuple[Tensor, Tensor | Rows]:
+    def after(self, x: Tensor, delta: Delta | None, operand: torch.dtype | None) -> tuple[Tensor, Tensor | Rows]:
         """(x + delta, its norm as the input of products of type ``operand``, or None: as a plain tensor)."""
         return add_rms_norm(x, delta, self.weight, self.eps, operand)
 
-    def after_twice(self, x: Tensor, delta: Tensor | None, operand: torch.dtype) -> tuple[Tensor, Tensor, Tensor | Rows]:
+    def after_twice(self, x: Tensor, delta: Delta | None, operand: torch.dtype) -> tuple[Tensor, Tensor, Tensor | Rows]:
         """(x + delta, its norm as a plain tensor, and as the input of products of type ``operand``)."""
         return add_rms_norm_twice(x, delta, self.weight, self.eps, operand)
 

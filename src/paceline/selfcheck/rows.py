@@ -13,7 +13,7 @@ from paceline.config import CACHE_TYPES, PAGE_SIZE, CacheType
 from paceline.logprobs import score
 from paceline.ops import activation, norm
 from paceline.ops.attention import attention_inputs
-from paceline.ops.conv import dynamic_conv
+from paceline.ops.conv import Convolved, dynamic_conv
 from paceline.ops.dispatch import uses_kernels
 from paceline.ops.kv import PagedTensor, allocate_pages, read_pages, write_rows
 from paceline.ops.linear import PackedWeight, Rows, TiledWeight, linear, linears, merge, pack
@@ -53,7 +53,7 @@ def row_cases(device: torch.device) -> list[Case]:
     cases += [make(rng, rotary) for make in (_rope, _norm_and_rope) for rotary in (16, 64)]
     cases += [_kv(rng, kind) for kind in CACHE_TYPES]
     cases += [_attention_inputs(rng, kind, rotary) for kind in CACHE_TYPES for rotary in (16, 64)]
-    cases += [_dynamic_conv(rng, rows=8, taps=2), _dynamic_conv(rng, rows=3, taps=4)]
+    cases += [make(rng, *size) for make in (_dynamic_conv, _added_convolution) for size in ((8, 2), (3, 4))]
     cases += [_candidate_scores(rng), _selector_walk(rng), _top_k(rng)]
     cases += [_gumbel(rng), _draw(rng), _pick(rng), _pick_candidates(rng), _score(rng)]
     return cases
@@ -286,6 +286,20 @@ def _dynamic_conv(rng: Rng, rows: int, taps: int) -> Case:
     x, base, dynamic = randn(rng, 20, rows, 64), randn(rng, taps, 64), randn(rng, 20, rows, taps, 4)
     name = f"dynamic_conv of {taps} taps on {rows} rows"
     return _case(name, ("dynamic_conv",), lambda x, kernels: dynamic_conv(x, base, kernels), x, dynamic)
+
+
+def _added_convolution(rng: Rng, rows: int, taps: int) -> Case:
+    """Items are blocks."""
+    x, delta, dynamic = randn(rng, 20, rows, 64), randn(rng, 20, rows, 64), randn(rng, 20, rows, taps, 4)
+    base, weight = randn(rng, taps, 64), 1.0 + 0.1 * randn(rng, 64)
+
+    def compute(x: Tensor, delta: Tensor, kernels: Tensor) -> list[Tensor]:
+        convolved = Convolved(delta.flatten(0, 1), base, kernels)
+        out = norm.add_rms_norm_twice(x.flatten(0, 1), convolved, weight, 1e-6, torch.float16)
+        return [part.unflatten(0, (len(x), rows)) for part in _tensors(out)]
+
+    name = f"add_rms_norm_twice of a convolution of {taps} taps on {rows} rows"
+    return _case(name, ("add_rms_norm_twice",), compute, x, delta, dynamic)
 
 
 def _candidate_scores(rng: Rng) -> Case:

@@ -180,16 +180,25 @@ def _dynamic_conv(
     x += place * CHANNELS
     dynamic += lane * LANE_STRIDE + row * ROW_STRIDE
     at, more = tl.arange(0, FIRST), FIRST + tl.arange(0, REST)
-    first = _mixed(x, base, dynamic, row, at, TAP_STRIDE, CHANNELS, TAPS, GROUP)
-    rest = _mixed(x, base, dynamic, row, more, TAP_STRIDE, CHANNELS, TAPS, GROUP)
+    first = mixed(x, CHANNELS, base, dynamic, row, at, TAP_STRIDE, CHANNELS, TAPS, GROUP)
+    rest = mixed(x, CHANNELS, base, dynamic, row, more, TAP_STRIDE, CHANNELS, TAPS, GROUP)
     if norms is not None:
         tl.store(norms + place, tl.sum(first * first) + tl.sum(rest * rest))
     store_row(values, factors, place, first, at, at < CHANNELS, rest, more, more < WIDTH, WIDTH)
 
 
 @triton.jit
-def _mixed(
-    x, base, dynamic, row, at, TAP_STRIDE: tl.constexpr, CHANNELS: tl.constexpr, TAPS: tl.constexpr, GROUP: tl.constexpr
+def mixed(
+    x,
+    x_stride,
+    base,
+    dynamic,
+    row,
+    at,
+    TAP_STRIDE: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    TAPS: tl.constexpr,
+    GROUP: tl.constexpr,
 ):
     """Some channels of the row of a block that x points to."""
     total = tl.zeros(at.shape, tl.float32)
@@ -197,5 +206,5 @@ def _mixed(
         reached = (at < CHANNELS) & (row + 0 * at >= tap)  # as vectors: the interpreter does not mix masks with scalars
         fixed = tl.load(base + tap * CHANNELS + at, mask=reached, other=0.0)
         kernel = fixed + tl.load(dynamic + tap * TAP_STRIDE + at // GROUP, mask=reached, other=0.0)
-        total = tl.fma(kernel, tl.load(x - tap * CHANNELS + at, mask=reached, other=0.0), total)
+        total = tl.fma(kernel, tl.load(x - tap * x_stride + at, mask=reached, other=0.0), total)
     return total

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -55,6 +57,15 @@ def _extended(x: Tensor, history: Tensor, batch: PackedBatch) -> tuple[Tensor, T
     heads = batch.starts + torch.arange(history.shape[0], device=x.device) * width
     extended[heads.unsqueeze(1) + torch.arange(width, device=x.device)] = history
     return extended, first
+
+
+class Convolved(NamedTuple):
+    """Rows [L * B, C] that are ``dynamic_conv`` of ``x`` [L * B, C], left to the op that reads them. On a GPU that saves a
+    launch."""
+
+    x: Tensor
+    base: Tensor
+    dynamic: Tensor
 
 
 def dynamic_conv(x: Tensor, base: Tensor, dynamic: Tensor, operand: torch.dtype | None = None) -> Tensor | Rows:

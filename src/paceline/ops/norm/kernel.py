@@ -8,6 +8,8 @@ import triton.language as tl
 from torch import Tensor
 
 from paceline.ops.activation.kernel import aligned, by_fours, finished, gated, row_outputs, scaled, store_strips, strips
+from paceline.ops.conv.kernel import mixed
+from paceline.ops.conv.ref import Convolved
 from paceline.ops.launch import await_turn, pdl
 from paceline.ops.linear.rows import Rows
 
@@ -21,14 +23,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(
-    x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, operand: torch.dtype | None = None
+    x: Tensor, delta: Tensor | Convolved | None, weight: Tensor, eps: float, operand: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor | Rows]:
     total, _, n = _add_norms(x, delta, weight, eps, operand, twice=False)
     return total, n
 
 
 def add_rms_norm_twice(
-    x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, operand: torch.dtype
+    x: Tensor, delta: Tensor | Convolved | None, weight: Tensor, eps: float, operand: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor | Rows]:
     total, plain, n = _add_norms(x, delta, weight, eps, operand, twice=True)
     assert plain is not None
@@ -36,8 +38,9 @@ def add_rms_norm_twice(
 
 
 def _add_norms(
-    x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, operand: torch.dtype | None, *, twice: bool
+    x: Tensor, delta: Tensor | Convolved | None, weight: Tensor, eps: float, operand: torch.dtype | None, *, twice: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | Rows]:
+    delta, base, dynamic, convolution = _convolution(delta)
     x, delta, weight = aligned(x), None if delta is None else aligned(delta), aligned(weight)
     rows, size = x.shape
     total = x if delta is None else torch.empty(rows, size, dtype=torch.float32, device=x.device)
@@ -49,6 +52,8 @@ def _add_norms(
         _add_norm[(rows,)](
             x,
             delta,
+            base,
+            dynamic,
             weight,
             total,
             plain,
@@ -58,6 +63,7 @@ def _add_norms(
             x.stride(0) // 4,
             0 if delta is None else delta.stride(0) // 4,
             eps,
+            **convolution,
             SIZE=size,
             WIDTH=width,
             LENGTH=length,
@@ -67,6 +73,20 @@ def _add_norms(
             **pdl(x.device),
         )
     return total, plain, finished(values, factors, rows, size, norms)
+
+
+def _convolution(
+    delta: Tensor | Convolved | None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, dict[str, int]]:
+    """What is added or convolved first, what by, and how that lies."""
+    if not isinstance(delta, Convolved):
+        return delta, None, None, dict.fromkeys(("LANE", "ROW", "TAP", "ROWS", "TAPS", "GROUP"), 0)
+    x, base, dynamic = delta
+    dynamic = dynamic if dynamic.stride(3) == 1 else dynamic.contiguous()
+    _, rows, taps, groups = dynamic.shape
+    lane, row, tap, _ = dynamic.stride()
+    sizes = {"LANE": lane, "ROW": row, "TAP": tap, "ROWS": rows, "TAPS": taps, "GROUP": x.shape[1] // groups}
+    return x, base.contiguous(), dynamic, sizes
 
 
 def gated_output(o: Tensor, z: Tensor, weight: Tensor, eps: float, operand: torch.dtype | None = None) -> Tensor | Rows:
@@ -120,9 +140,28 @@ def _rows(x: Tensor) -> tuple[Tensor, int, int, int]:
 
 
 @triton.jit
-def _added(x, delta, at, inside):
+def _added(
+    x,
+    delta,
+    delta_stride,
+    base,
+    dynamic,
+    row,
+    at,
+    inside,
+    BEGIN: tl.constexpr,
+    SIZE: tl.constexpr,
+    TAP: tl.constexpr,
+    TAPS: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """Some strips of the sum, the first of which begins at ``BEGIN``."""
     value = tl.load(x + at, mask=inside, other=0.0)
-    if delta is not None:
+    if base is not None:
+        # as one line, which a thread has the same channels of; in strips the groups would ask for a layout of their own
+        line = BEGIN + tl.arange(0, at.shape[0] * at.shape[1])
+        value += tl.reshape(mixed(delta, delta_stride, base, dynamic, row, line, TAP, SIZE, TAPS, GROUP), at.shape)
+    elif delta is not None:
         value += tl.load(delta + at, mask=inside, other=0.0)
     return value
 
@@ -136,6 +175,8 @@ def _sums_and_largest(sum_a, other_a, largest_a, sum_b, other_b, largest_b):
 def _add_norm(
     x,
     delta,
+    base,
+    dynamic,
     weight,
     total,
     plain,
@@ -145,6 +186,12 @@ def _add_norm(
     x_stride,
     delta_stride,
     eps,
+    LANE: tl.constexpr,
+    ROW: tl.constexpr,
+    TAP: tl.constexpr,
+    ROWS: tl.constexpr,
+    TAPS: tl.constexpr,
+    GROUP: tl.constexpr,
     SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
     LENGTH: tl.constexpr,
@@ -152,7 +199,8 @@ def _add_norm(
     REST: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Strides are those of groups of four elements, which tells the compiler that there are such groups."""
+    """Strides are those of groups of four elements, which tells the compiler that there are such groups. With a base, delta
+    is convolved before it is added: ``LANE``, ``ROW`` and ``TAP`` are strides of ``dynamic``, whose blocks have ``ROWS``."""
     column = tl.arange(0, LENGTH)[None, :]
     at = by_fours(tl.arange(0, FIRST)[:, None] * LENGTH, column)
     more = by_fours((FIRST + tl.arange(0, REST))[:, None] * LENGTH, column)
@@ -163,7 +211,12 @@ def _add_norm(
     x += row * (x_stride * 4)
     if delta is not None:
         delta += row * (delta_stride * 4)
-    first, rest = _added(x, delta, at, within), _added(x, delta, more, inside)
+    in_block = 0
+    if base is not None:
+        in_block = row % ROWS
+        dynamic += row // ROWS * LANE + in_block * ROW
+    first = _added(x, delta, delta_stride * 4, base, dynamic, in_block, at, within, 0, SIZE, TAP, TAPS, GROUP)
+    rest = _added(x, delta, delta_stride * 4, base, dynamic, in_block, more, inside, FIRST * LENGTH, SIZE, TAP, TAPS, GROUP)
     if delta is not None:
         tl.store(total + row * SIZE + at, first, mask=within)
         tl.store(total + row * SIZE + more, rest, mask=inside)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from paceline.ops.activation import silu
+from paceline.ops.conv import Convolved, dynamic_conv
 from paceline.ops.linear.rows import Rows
 
 
@@ -17,18 +18,22 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(
-    x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, operand: torch.dtype | None = None
+    x: Tensor, delta: Tensor | Convolved | None, weight: Tensor, eps: float, operand: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor | Rows]:
     """(x + delta, its ``rms_norm``): the residual stream [N, H] behind a sublayer that adds ``delta`` (None: nothing), and
     the input of the next one. On a GPU ``operand``, float16 or float32, asks for that input as ``Rows`` of this type, which
     saves ``linear`` a launch; elsewhere it changes nothing."""
+    if isinstance(delta, Convolved):
+        mixed = dynamic_conv(delta.x.unflatten(0, delta.dynamic.shape[:2]), delta.base, delta.dynamic)
+        assert isinstance(mixed, Tensor)
+        delta = mixed.flatten(0, 1)
     if delta is not None:
         x = x + delta
     return x, rms_norm(x, weight, eps)
 
 
 def add_rms_norm_twice(
-    x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, operand: torch.dtype
+    x: Tensor, delta: Tensor | Convolved | None, weight: Tensor, eps: float, operand: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor | Rows]:
     """``add_rms_norm`` where the norm is wanted as numbers and as what products multiply: (x + delta, its norm [N, H], what
     ``linear`` makes of that one: on a GPU ``Rows`` of type ``operand``)."""
