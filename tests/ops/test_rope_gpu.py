@@ -28,8 +28,8 @@ def test_equals_the_reference_and_rows_do_not_depend_on_their_place(dim: int, ro
 
 
 @pytest.mark.parametrize(("heads", "dim", "rotary"), [(8, 128, 128), (2, 256, 64), (1, 96, 24)])
-def test_norm_and_rope_is_one_after_the_other(heads: int, dim: int, rotary: int) -> None:
-    """Of layers that lie in one product, and of one that lies elsewhere, not aligned."""
+def test_norm_and_rope_is_as_good_as_one_after_the_other(heads: int, dim: int, rotary: int) -> None:
+    """Of layers that lie in one product, and of one that lies elsewhere, not aligned. Rows are the same in any company."""
     rows, width, generator = 70, heads * dim, torch.Generator("cuda").manual_seed(0)
     wide = 30 * torch.randn(rows, 5 * width, generator=generator, device="cuda")
     other = torch.full((rows, width + 3), torch.nan, device="cuda")
@@ -39,7 +39,8 @@ def test_norm_and_rope_is_one_after_the_other(heads: int, dim: int, rotary: int)
     table, positions = RopeTable(5000, rotary, 1e7, None, wide.device), torch.randperm(5000, device="cuda")[:rows]
     whole = norm_and_rope(layers, weights, 1e-6, table, positions)
     for got, x, weight in zip(whole, layers, weights, strict=True):
-        assert torch.equal(got, apply_rope(rms_norm(x, weight, 1e-6), table.at(positions)))
+        expected = apply_rope(rms_norm(x, weight, 1e-6), table.at(positions))
+        assert (got - expected).abs().max() < 1e-6 * expected.abs().max()  # which sums and products are fused is left open
     for count in (1, 2, 7, 48, 69):
         chosen = torch.randperm(rows, device="cuda")[:count]
         part = norm_and_rope([x[chosen] for x in layers], weights, 1e-6, table, positions[chosen])
