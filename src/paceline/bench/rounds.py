@@ -34,7 +34,7 @@ from paceline.weights.load import Checkpoint, open_drafter, open_target
 FAMILIES = {
     "products": r"_partial_sums|_add_partial_sums|product$|add_parts$|_prepare_rows|_expand|_undo_scaling"
     r"|.*(gemm|cutlass|nvjet|xmma|splitK)",
-    "attention": r"_attend|_add_pieces|_prepare",
+    "attention": r"_attend|attend$|_add_pieces|_prepare",
     "gated delta rule": r"_inputs|_verify|_replay|mixer$",
     "convolution": r"_causal_conv|_conv_history|_advance_history",
     "norms, gates": r"_add_norm|_norm|_rows_|_swiglu|_rotate",
@@ -42,6 +42,7 @@ FAMILIES = {
     "embedding": r"_dequantize_rows",
     "drafter's own": r"_dynamic_conv|_walk|_scores",
     "top-k": r"_block_maxima|_select",
+    "between forwards": r"_peaks|_accept|_advance$|_input_tokens|_row_slots",
     "sampling": r"_draw|_best_block|_gumbel|_block_masses|_cut_by|_search_pass",
     "copies": r"Memcpy|Memset",
     "torch": r"void at::|void \(anonymous namespace\)|at::|.*(elementwise|vectorized|reduce_kernel|index_)",
