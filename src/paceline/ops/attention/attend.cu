@@ -206,7 +206,8 @@ __device__ __forceinline__ void take_queries(Shared& shared, const Arguments& gi
 // a thread's numbers of a key are 16 side by side.
 template <int TILES>
 __device__ __forceinline__ void multiply_keys(float (&scores)[TILES][4], const Shared& shared) {
-    const Thread thread; const int warp = thread.warp, row = thread.row, quarter = thread.quarter, key = 16 * warp + 2 * row;
+    const Thread thread;
+    const int warp = thread.warp, row = thread.row, quarter = thread.quarter, key = 16 * warp + 2 * row;
 #pragma unroll 1
     for (int part = 0; part < DIM / 64; part++) {
         uint4 levels[2];
@@ -243,7 +244,8 @@ __device__ __forceinline__ void multiply_keys(float (&scores)[TILES][4], const S
 // side by side too.
 template <int TILES>
 __device__ __forceinline__ void multiply_values(float (&values)[2][TILES][4], const Shared& shared, int keys) {
-    const Thread thread; const int warp = thread.warp, row = thread.row, quarter = thread.quarter;
+    const Thread thread;
+    const int warp = thread.warp, row = thread.row, quarter = thread.quarter;
 #pragma unroll 1
     for (int step = 0; 16 * step < keys; step++) {
         const int key = 16 * step + 4 * quarter;
@@ -348,7 +350,8 @@ struct Sums {
 
     // Leaves the sums of weights of the warp's keys.
     __device__ __forceinline__ void end(Shared& shared) {
-        const Thread thread; const int warp = thread.warp, row = thread.row, quarter = thread.quarter;
+        const Thread thread;
+        const int warp = thread.warp, row = thread.row, quarter = thread.quarter;
 #pragma unroll
         for (int n = 0; n < TILES; n++)
 #pragma unroll
