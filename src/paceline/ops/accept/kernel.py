@@ -77,7 +77,7 @@ def _accept(
     accepted = tl.min(tl.where(matches, ROWS, row), 0).to(tl.int64)
     if held is not None:
         given = tl.load(held + span)
-        accepted = tl.where(given >= 0, given, accepted)
+        accepted = tl.where(given >= 0, tl.minimum(given, length - 1), accepted)
     kept = tl.minimum(accepted + 1, length)
     emitted = tl.where(row < kept, tl.where(row < accepted, draft, picked), _PADDING)
     anchor = tl.max(tl.where(row == tl.maximum(kept - 1, 0), emitted, _PADDING), 0)

@@ -57,7 +57,7 @@ def accept(
     Span s has the ``lengths[s]`` rows from ``starts[s]`` on ([S] int64), at most ``width`` (W). ``tokens`` [N] int64 are
     what the rows were fed; ``picks`` [R] int64 and ``peaks`` [R, T] float32 (maxima over any T parts of a row's logits,
     which a NaN is larger than) are of the first R rows, in which all spans lie. Where ``held`` [S] int64 is not negative it
-    says how many drafts hold, and nothing is compared. Nothing here waits for the device.
+    says how many drafts hold, of those that the span has, and nothing is compared. Nothing here waits for the device.
     """
     rows = torch.arange(width, device=picks.device)
     at = (starts[:, None] + rows).clamp(max=picks.shape[0] - 1)
@@ -66,7 +66,7 @@ def accept(
     matches = (drafts == picked) & (rows < lengths[:, None] - 1)
     accepted = torch.where(matches, width, rows).amin(1)
     if held is not None:
-        accepted = torch.where(held >= 0, held, accepted)
+        accepted = torch.where(held >= 0, held.minimum(lengths - 1), accepted)
     keep = (accepted + 1).minimum(lengths)
     kept = rows < keep[:, None]
     emitted = torch.where(kept, torch.where(rows < accepted[:, None], drafts, picked), PADDING)
