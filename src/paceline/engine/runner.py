@@ -336,7 +336,7 @@ class Runner:
 
 
 def _broken(logits: Tensor) -> Tensor:
-    """Which rows [N] of logits [N, V] hold a NaN or an infinity: the maximum of such a row is one too."""
+    """Which rows [N] of logits [N, V] have no finite maximum: they hold a NaN or infinity, or nothing is above minus it."""
     return ~peaks(logits).amax(1).isfinite()
 
 

@@ -137,7 +137,7 @@ def _pieces(device: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """Addresses in the shared memory of a CTA; ``table`` is 0 where there is none, ``exchange`` is for SwiGLU alone."""
+    """Addresses in the shared memory of a CTA; ``table`` is 0 where there is none, ``exchange`` is for SwiGLU and halves."""
 
     stages: int
     x: int
@@ -168,7 +168,7 @@ def _layout(form: str, tokens: int, swiglu: bool = False, halves: bool = False) 
 
 
 def source(form: str, tokens: int, swiglu: bool = False, halves: bool = False) -> str:
-    """``hopper.cu`` for one form of weight and one number of tokens, with SwiGLU or without."""
+    """``hopper.cu`` for one form of weight and one number of tokens, with SwiGLU or without, for whole K or in halves."""
     layout = _layout(form, tokens, swiglu, halves)
     constants = {
         "FORM": form,
