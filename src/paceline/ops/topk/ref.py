@@ -43,8 +43,8 @@ def top_k(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def peaks(logits: torch.Tensor) -> torch.Tensor:
-    """Maxima of T parts of each row, which a NaN is larger than: ``logits`` [R, V] float32 -> [R, T]. How many parts there are
-    is left open. The largest of a row's maxima is finite unless one of its numbers is NaN or infinity, or all are minus
+    """Maxima of T parts of each row, which a NaN is larger than: ``logits`` [R, V] float32 -> [R, T]. How many parts there
+    are is left open. The largest of a row's maxima is finite unless one of its numbers is NaN or infinity, or all are minus
     infinity."""
     return logits.amax(dim=-1, keepdim=True)
 
