@@ -32,7 +32,7 @@ def pack_draws(draws: Sequence[Draw]) -> tuple[np.ndarray, tuple[Kind, ...], tup
 
 def picked(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
     """The token of each draw, [R] int64: ``logits`` [R, V] float32."""
-    packed, kinds, limits = pack_draws(draws)
-    if all(kind == "greedy" for kind in kinds):
+    if all(request.temperature == 0.0 for request, _ in draws):
         return argmax(logits)  # which wants to know nothing else
+    packed, kinds, limits = pack_draws(draws)
     return pick(logits, SamplingRows.unpack(to_device(packed, logits.device), kinds, limits))

@@ -8,9 +8,10 @@ waits until that one has ended and its writes can be seen. So a kernel launched 
 
 - calls ``await_turn`` in every program, on every path: the next kernel takes it that what is before this one has ended too;
 - calls it before it touches anything that another kernel may write or still read. What is left are weights, and what only
-  changes between forwards: the facts of a batch, page tables, and committed states, histories, keys and values, whose
-  kernels call ``await_turn_alone``. (Between a commit and the next forward something is launched without ``pdl``, if only
-  the forward's graph. A forward writes keys and values of its own rows only, behind those that are committed.)
+  changes between forwards: the facts of a batch, page tables, and committed states, histories, keys and values. A forward
+  writes keys and values of its own rows only, behind those that are committed; kernels that change committed states and
+  histories call ``await_turn_alone``, and between a commit and the next forward something is launched without ``pdl``, if
+  only the forward's graph.
 
 A kernel launched without it waits for everything, and what is launched behind it, for it.
 """

@@ -16,6 +16,8 @@ attention = by_device(ref.attention, "paceline.ops.attention.kernel")
 attention_inputs = by_device(ref.attention_inputs, "paceline.ops.attention.kernel")
 gated_attention = by_device(ref.gated_attention, "paceline.ops.attention.kernel")
 
+_PORTABLE = "portable-2"
+"""What a Hopper GPU runs too, where heads, pages or groups are not those of its own kernel."""
 _SMALLEST_NORMAL = 2.0**-14
 """Of float16. What is below it may be stored as twice of what it is."""
 
@@ -24,7 +26,7 @@ def attention_arithmetic(device: torch.device) -> str:
     """Which attention of generated rows runs on ``device``, with its version: others give other bits."""
     if not uses_kernels(device):
         return "reference-1"
-    return f"hopper-{hopper.VERSION}" if nvrtc.available(device) else "portable-2"
+    return f"hopper-{hopper.VERSION} {_PORTABLE}" if nvrtc.available(device) else _PORTABLE
 
 
 def value_bound(projections: Merged, values: int, norm: Tensor) -> float | None:

@@ -84,9 +84,10 @@ def write_kept(staged: Sequence[StagedRows], keep: Tensor, batch: PackedBatch) -
     last are stored. The caches and the values are of one shape and type, but for the number of pages."""
     kept = keep.minimum(batch.span_lengths)
     behind = batch.row_offsets() - kept[batch.row_span]  # negative in rows that are kept
+    slots = {id(table): row_slots(table, batch) for table in (part.page_table for part in staged)}
     for part in staged:
         stored = (behind < 0) if part.ring is None else (behind < 0) & (behind >= -part.ring)
-        write_rows(part.cache, row_slots(part.page_table, batch)[stored], part.values[stored])
+        write_rows(part.cache, slots[id(part.page_table)][stored], part.values[stored])
 
 
 def read_pages(cache: PagedTensor, pages: Tensor) -> Tensor:
