@@ -84,7 +84,8 @@ def write_kept(staged: Sequence[StagedRows], keep: Tensor, batch: PackedBatch) -
     last are stored. The caches and the values are of one shape and type, but for the number of pages."""
     kept = keep.minimum(batch.span_lengths)
     behind = batch.row_offsets() - kept[batch.row_span]  # negative in rows that are kept
-    slots = {id(table): row_slots(table, batch) for table in (part.page_table for part in staged)}
+    tables = {id(part.page_table): part.page_table for part in staged}
+    slots = {key: row_slots(table, batch) for key, table in tables.items()}
     for part in staged:
         stored = (behind < 0) if part.ring is None else (behind < 0) & (behind >= -part.ring)
         write_rows(part.cache, slots[id(part.page_table)][stored], part.values[stored])
