@@ -35,7 +35,9 @@ def test_acceptance(lengths: list[int], given: bool) -> None:
     for at, value in enumerate((torch.nan, torch.inf, -torch.inf)):
         logits[at::5, 1000 * at + 17] = value
     logits[3::7] = -torch.inf
-    held = torch.tensor([length - 1 if at % 3 else -1 for at, length in enumerate(lengths)] + [-1, -1]) if given else None
+    held = (
+        torch.tensor([at % 10 - 1 for at in range(len(lengths))] + [-1, -1]) if given else None
+    )  # of some more than there are
     expected = acceptance.accept(tokens, picks, logits.amax(1, True), batch.starts, batch.span_lengths, max(lengths), held)
     starts, rows = batch.starts.cuda(), batch.span_lengths.cuda()
     on_device = None if held is None else held.cuda()
