@@ -38,10 +38,6 @@ class Verdict(NamedTuple):
         """[S, 2]: keep and the new anchor."""
         return self.report[:, :2]
 
-    @property
-    def tokens(self) -> Tensor:
-        return self.report[:, 3:]
-
 
 def accept(
     tokens: Tensor,

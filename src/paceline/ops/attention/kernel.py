@@ -9,6 +9,8 @@ written at once; the sum over pieces of a row that has but one gives the same bi
 With a gate and a bound of the values, the sum over pieces leaves what the next product reads: an attended value is no larger
 than the values are, so one power of two brings all rows into the range of float16. It is taken then for one piece, too.
 
+For some heads and pages Hopper GPUs have a kernel of their own for the parts of pieces (``hopper.py``), not for the sum.
+
 The host's ``lengths`` and ``bases`` decide the size of the grid and of the scratch memory only, and may be too large: what a
 program does, it reads from the device. So one CUDA graph serves every context, and a span may have no rows.
 
@@ -355,8 +357,6 @@ def _attend(
     first_piece, last_piece = 0, 0
     if not WHOLE:
         first_piece, last_piece = _piece_of(first_key), _piece_of(last_key)
-    kv_head = tl.program_id(1) * TILE_HEADS // (HEADS // KV_HEADS)
-    pages = page_table + lane * table_stride
     if (first_row >= length) | (first_piece + tl.program_id(2) > last_piece):
         return
 
@@ -372,6 +372,8 @@ def _attend(
     position = tl.where(real, base + row, -1)
     place = packed * HEADS + head
 
+    kv_head = tl.program_id(1) * TILE_HEADS // (HEADS // KV_HEADS)
+    pages = page_table + lane * table_stride
     for piece in range(first_piece + tl.program_id(2), last_piece + 1, tl.num_programs(2)):
         begin = first_key // BLOCK * BLOCK
         end = last_key + 1

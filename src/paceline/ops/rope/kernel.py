@@ -115,8 +115,8 @@ def _norm_and_rotate(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The bits of ``rms_norm`` and ``apply_rope`` one after the other. What the stride of heads is the compiler does not
-    know, so it loads channels one by one, as there: another load width is another order of summation."""
+    """``rms_norm`` and ``apply_rope`` one after the other, up to the last place. What the stride of heads is the compiler
+    does not know, so it loads channels one by one however they lie: another load width is another order of summation."""
     row, head, layer = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     at = tl.arange(0, BLOCK)
     partner = tl.where(at < HALF, at + HALF, at - HALF)
