@@ -11,7 +11,7 @@ import hashlib
 import importlib.util
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -36,7 +36,17 @@ def _can_run(device: torch.device) -> bool:
     )
 
 
+def processors(device: int) -> int:
+    """Multiprocessors of a GPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 # Compilation -----------------------------------------------------------------------------------------------------------
+
+
+def with_constants(constants: Mapping[str, object], path: Path) -> str:
+    """The source of a file behind definitions of what it leaves open."""
+    return "".join(f"#define {name} {value}\n" for name, value in constants.items()) + path.read_text(encoding="utf-8")
 
 
 @functools.cache

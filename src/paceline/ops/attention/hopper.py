@@ -81,7 +81,7 @@ def attend(
     tensors = (q, *caches, page_table, *facts, parts, peaks, totals)
     pointers = (tensor.data_ptr() for tensor in tensors if tensor is not None)
     strides = (page_table.stride(0), *q.stride()[:2])
-    few = _RESIDENT * torch.cuda.get_device_properties(q.device).multi_processor_count
+    few = _RESIDENT * nvrtc.processors(q.device.index)
     arguments = _Arguments(*pointers, *strides, tiles_per_span, pieces, kv_heads, few, scale * math.log2(math.e))
     grid = (2 * batch.num_spans * tiles_per_span, kv_heads, walkers)
     with torch.cuda.device(q.device):
@@ -99,7 +99,7 @@ def shared_bytes(group: int) -> int:
 
 def source(group: int) -> str:
     numbers = {"GROUP": group, "PAGE": PAGE_SIZE, **{name: getattr(cuts, name) for name in _CUTS}}
-    return "".join(f"#define {name} {value}\n" for name, value in numbers.items()) + _SOURCE.read_text(encoding="utf-8")
+    return nvrtc.with_constants(numbers, _SOURCE)
 
 
 @functools.cache

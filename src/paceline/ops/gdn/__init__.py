@@ -10,7 +10,7 @@ from paceline.ops.dispatch import by_device, uses_kernels
 from paceline.ops.gdn import hopper, ref
 from paceline.ops.gdn.ref import CHUNK_PLAN, GdnInputs, ReplayLog, chunk_facts
 from paceline.ops.linear import Merged, TiledWeight, row_norms
-from paceline.ops.linear.hopper import FORMS
+from paceline.ops.linear.hopper import takes
 
 gdn_inputs = by_device(ref.gdn_inputs, "paceline.ops.gdn.kernel")
 gdn_verify = by_device(ref.gdn_verify, "paceline.ops.gdn.kernel")
@@ -25,7 +25,7 @@ def output_bound(in_proj: Merged, gate: int, norm: Tensor) -> float | None:
     row of z's weight. None where the launch is not for these weights or this GPU."""
     index, rows = in_proj.parts[gate]
     weight = in_proj.weights[index]
-    if not (isinstance(weight, TiledWeight) and weight.form in FORMS and nvrtc.available(weight.data.device)):
+    if not (isinstance(weight, TiledWeight) and takes(weight)):
         return None
     return math.sqrt(len(norm)) * float(norm.abs().max() * row_norms(weight)[rows].max())
 

@@ -111,8 +111,7 @@ def form_for(spans: int) -> Form:
 
 def source(form: Form) -> str:
     names = ("COLUMNS", "WARPS", "CTAS", "RELOAD")
-    constants = "".join(f"#define {name} {int(value)}\n" for name, value in zip(names, form, strict=True))
-    return constants + _SOURCE.read_text(encoding="utf-8")
+    return nvrtc.with_constants(dict(zip(names, map(int, form), strict=True)), _SOURCE)
 
 
 @functools.cache

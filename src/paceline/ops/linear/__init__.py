@@ -74,13 +74,9 @@ def expanded(weight: PackedWeight | TiledWeight, room: int) -> tuple[PackedWeigh
 def compile_ahead(weights: Iterable[PackedWeight | TiledWeight], gated: Iterable[PackedWeight | TiledWeight]) -> None:
     """What decode products with these weights will run, and with SwiGLU those that are ``gated``, if that is compiled at run
     time: all at once, and once on a machine."""
-    compiled = [[each for each in some if isinstance(each, TiledWeight) and _on_hopper(each)] for some in (weights, gated)]
+    compiled = [[each for each in some if isinstance(each, TiledWeight) and hopper.takes(each)] for some in (weights, gated)]
     if any(compiled):
         hopper.compile_ahead(*compiled)
-
-
-def _on_hopper(weight: TiledWeight) -> bool:
-    return weight.form in hopper.FORMS and nvrtc.available(weight.data.device)
 
 
 def row_norms(weight: TiledWeight) -> Tensor:

@@ -58,6 +58,11 @@ def decode_swiglu(x: Rows, weight: TiledWeight, longest: float) -> Rows:
     return result
 
 
+def takes(weight: TiledWeight) -> bool:
+    """Whether products with this weight run here."""
+    return weight.form in FORMS and nvrtc.available(weight.data.device)
+
+
 def compile_ahead(weights: Sequence[TiledWeight], gated: Sequence[TiledWeight]) -> None:
     """The machine code of every width of what multiplies by these weights, and by those that are ``gated`` with SwiGLU, side
     by side. Without this they are compiled one by one, when each is needed."""
@@ -72,7 +77,7 @@ def compile_ahead(weights: Sequence[TiledWeight], gated: Sequence[TiledWeight]) 
 def _in_launches(x: Rows, weight: TiledWeight, out: Tensor, factors: Tensor | None = None, longest: float = 0.0) -> None:
     """Results go to ``out`` [M, ...], which with SwiGLU has the ``factors`` [M] beside it."""
     device = x.values.device.index
-    parts, whole, sharers = _cut(weight.tiles, weight.blocks, _processors(device))
+    parts, whole, sharers = _cut(weight.tiles, weight.blocks, nvrtc.processors(device))
     with torch.cuda.device(device):
         for first in range(0, x.rows, _WIDTHS[-1]):
             rows = min(_WIDTHS[-1], x.rows - first)
@@ -101,12 +106,8 @@ _HALVED = 16
 def _in_halves(weight: TiledWeight, tokens: int) -> bool:
     """Whether a CTA has a tile alone and its warps a half of K each. They add up what the two parts of a pair that is cut in
     the middle would, and wait for nobody."""
-    parts, whole, _ = _cut(weight.tiles, weight.blocks, _processors(weight.data.device.index))
+    parts, whole, _ = _cut(weight.tiles, weight.blocks, nvrtc.processors(weight.data.device.index))
     return tokens <= _HALVED and not whole and parts == 2 * -(-weight.tiles // 2) and not weight.blocks % 2
-
-
-def _processors(device: int) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _cut(tiles: int, blocks: int, processors: int) -> tuple[int, int, int]:
@@ -126,7 +127,7 @@ def _pieces(device: int) -> Tensor:
     side: they share a stream, or one stream waits for the other."""
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError("the first product on a GPU cannot be captured in a graph, run it once before")
-    shape = (_processors(device), 2, _WIDTHS[-1], _PAIR_ROWS)
+    shape = (nvrtc.processors(device), 2, _WIDTHS[-1], _PAIR_ROWS)
     pieces = torch.full(shape, _EMPTY - (1 << 32), dtype=torch.int32, device=f"cuda:{device}")
     torch.cuda.current_stream(device).synchronize()  # whatever stream the next product is on
     return pieces
@@ -185,8 +186,7 @@ def source(form: str, tokens: int, swiglu: bool = False, halves: bool = False) -
         "HALVES": int(halves),
         **_codebook(),
     }
-    lines = [f"#define {name} {value}" for name, value in constants.items()]
-    return "\n".join([*lines, _multiply(tokens), _SOURCE.read_text(encoding="utf-8")])
+    return _multiply(tokens) + "\n" + nvrtc.with_constants(constants, _SOURCE)
 
 
 def _codebook() -> dict[str, str]:

@@ -26,7 +26,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paceline.ops import nvrtc
 from paceline.ops.launch import await_turn, has_little_shared_memory, pdl
 from paceline.ops.linear import hopper
 from paceline.ops.linear.rows import COLUMN_STEP, ROW_STEP, Rows, empty_rows, padded
@@ -519,7 +518,7 @@ def _product(x: Tensor | Rows, weight: TiledWeight, kind: RowKind, prepared: dic
         raise TypeError(f"a weight in form {weight.form} needs rows in {dtype}, not {x.values.dtype}")
     if kind == "prefill":
         return _prefill(x, weight)
-    if weight.form in hopper.FORMS and nvrtc.available(x.device):
+    if hopper.takes(weight):
         return hopper.decode(x, weight)
     return _decode(x, weight)
 

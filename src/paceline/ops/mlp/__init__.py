@@ -35,11 +35,9 @@ def longest_rows(gate_up: Merged) -> float | None:
     weight, *others = gate_up.weights
     (_, gate), (_, up) = gate_up.parts
     features = gate.stop - gate.start
-    if others or not isinstance(weight, TiledWeight) or weight.form not in hopper.FORMS:
+    if others or not isinstance(weight, TiledWeight) or not hopper.takes(weight):
         return None
     if features % COLUMN_STEP or (up.start, up.stop) != (features, 2 * features):
-        return None
-    if not nvrtc.available(weight.data.device):
         return None
     norms = row_norms(weight)
     return float(norms[:features].max() * norms[features:].max())
