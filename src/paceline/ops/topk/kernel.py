@@ -54,8 +54,9 @@ def top_k(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return values, ids
 
 
-def block_maxima(logits: Tensor, width: int) -> Tensor:
-    """Largest value of every ``width`` columns (a power of two, at most ``_TILE``): [R, V] -> [R, ceil(V / width)]."""
+def block_maxima(logits: Tensor, width: int, *, nans: bool = False) -> Tensor:
+    """Largest value of every ``width`` columns (a power of two, at most ``_TILE``): [R, V] -> [R, ceil(V / width)]. A NaN
+    counts as minus infinity or, with ``nans``, is larger than everything."""
     rows, vocab = logits.shape
     blocks = triton.cdiv(vocab, width)
     maxima = torch.empty(rows, blocks, dtype=torch.float32, device=logits.device)
@@ -67,6 +68,7 @@ def block_maxima(logits: Tensor, width: int) -> Tensor:
         blocks,
         WIDTH=width,
         BLOCKS=_TILE // width,
+        NANS=nans,
         num_warps=4,
         **pdl(logits.device),
     )
@@ -74,12 +76,7 @@ def block_maxima(logits: Tensor, width: int) -> Tensor:
 
 
 def peaks(logits: Tensor) -> Tensor:
-    logits = unit_stride(logits)
-    rows, vocab = logits.shape
-    parts = triton.cdiv(vocab, _TILE)
-    out = torch.empty(rows, parts, dtype=torch.float32, device=logits.device)
-    _peaks[(parts, rows)](logits, out, vocab, logits.stride(0), TILE=_TILE, num_warps=4, **pdl(logits.device))
-    return out
+    return block_maxima(unit_stride(logits), _TILE, nans=True)
 
 
 def unit_stride(logits: Tensor) -> Tensor:
@@ -87,22 +84,24 @@ def unit_stride(logits: Tensor) -> Tensor:
 
 
 @triton.jit
-def _block_maxima(logits, maxima, vocab, stride, num_blocks, WIDTH: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr):
+def _block_maxima(
+    logits,
+    maxima,
+    vocab,
+    stride,
+    num_blocks,
+    WIDTH: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    NANS: tl.constexpr,
+    PDL: tl.constexpr,
+):
     await_turn(PDL)
     row = tl.program_id(1).to(tl.int64)
     blocks = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
     columns = blocks[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     x = tl.load(logits + row * stride + columns, mask=columns < vocab, other=float("-inf"))
-    tl.store(maxima + row * num_blocks + blocks, tl.max(numbers(x), axis=1), mask=blocks < num_blocks)
-
-
-@triton.jit
-def _peaks(logits, out, vocab, stride, TILE: tl.constexpr, PDL: tl.constexpr):
-    await_turn(PDL)
-    row = tl.program_id(1).to(tl.int64)
-    columns = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    x = tl.load(logits + row * stride + columns, mask=columns < vocab, other=float("-inf"))
-    tl.store(out + row * tl.num_programs(0) + tl.program_id(0), tl.reduce(x, 0, larger))
+    largest = tl.reduce(x, 1, larger) if NANS else tl.max(numbers(x), axis=1)
+    tl.store(maxima + row * num_blocks + blocks, largest, mask=blocks < num_blocks)
 
 
 @triton.jit
