@@ -50,7 +50,7 @@ def test_pieces_are_whole_pages_and_blocks_do_not_cross_them() -> None:
 def test_the_arguments_are_those_of_the_source() -> None:
     (body,) = re.findall(r"struct Arguments \{(.*?)\};", source(), re.DOTALL)
     fields = re.sub(r"//.*", "", body).replace("const ", "")
-    declared = [re.sub(r"^(float|uint8|int64|int)\b", "", part.strip()).strip() for part in re.split(r"[;,]", fields)]
+    declared = [re.sub(r"^(float|uint8|uint2|int64|int)\b", "", part.strip()).strip() for part in re.split(r"[;,]", fields)]
     names = [name.lstrip("* ") for name in declared if name]
     assert names == [field[0] for field in hopper._Arguments._fields_]
     assert [name.lstrip("* ") for name in declared if name.startswith("*")] == list(hopper._POINTERS)

@@ -47,7 +47,8 @@ struct Arguments {
     const uint8 *k, *k_scales, *v, *v_scales;  // scales are float16
     const int* table;
     const int64 *lanes, *starts, *lengths, *bases;
-    float *parts, *peaks, *totals;
+    uint2* parts;  // four float16
+    float *peaks, *totals;
     int64 table_stride, q_row, q_head;
     int tiles_per_span, pieces, kv_heads, few;
     float scale;
@@ -364,29 +365,40 @@ struct Sums {
 
 // ---------------------------------------------------------------------------------------------------------------- results
 
+// What a piece came to: its totals and peaks, and in ``shrink`` the powers of two that its sums are stored with, so that they
+// are no larger than the values are. The next piece begins.
+__device__ __forceinline__ void settle(const Arguments& given, Shared& shared, int piece, int count) {
+    const int query = threadIdx.x;
+    if (query >= QUERIES) return;
+    float total = 0.0f;
+#pragma unroll
+    for (int warp = 0; warp < WARPS; warp++) total += shared.of_warps[warp][query];
+    shared.shrink[query] = __uint_as_float((253 - (__float_as_uint(total) >> 23)) << 23);
+    if (query < count) {
+        given.totals[shared.places[query] + piece] = total;
+        given.peaks[shared.places[query] + piece] = shared.peaks[query];
+    }
+    shared.peaks[query] = nothing();
+}
+
 template <int TILES>
 __device__ __forceinline__ void write(
     const Arguments& given, const Shared& shared, const float (&values)[2][TILES][4], int piece, int count
 ) {
     const Thread thread;
-    float* const parts = given.parts + (int64)piece * DIM + 32 * thread.warp + 4 * thread.row;
+    uint2* const parts = given.parts + (int64)piece * (DIM / 4) + 8 * thread.warp + thread.row;
 #pragma unroll
     for (int n = 0; n < TILES; n++)
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             const int query = 8 * n + 2 * thread.quarter + i;
+            const float shrink = shared.shrink[query];
             if (query < count)
-                *(float4*)(parts + shared.places[query] * DIM) = {
-                    values[0][n][i], values[0][n][2 + i], values[1][n][i], values[1][n][2 + i]
+                parts[shared.places[query] * (DIM / 4)] = {
+                    halves(values[0][n][i] * shrink, values[0][n][2 + i] * shrink),
+                    halves(values[1][n][i] * shrink, values[1][n][2 + i] * shrink)
                 };
         }
-    if (thread.at < count) {
-        float total = 0.0f;
-#pragma unroll
-        for (int warp = 0; warp < WARPS; warp++) total += shared.of_warps[warp][thread.at];
-        given.totals[shared.places[thread.at] + piece] = total;
-        given.peaks[shared.places[thread.at] + piece] = shared.peaks[thread.at];
-    }
 }
 
 // What a CTA has to do: queries ``first`` … of the packed rows, and where the keys are that they see.
@@ -462,10 +474,10 @@ __device__ __forceinline__ void run(Shared& shared, const Arguments& given, cons
         if (more) fetch_values(following, shared.pages[turn]);
         end_of_copies();
         if (block.last()) {
+            settle(given, shared, block.piece, task.count);
+            __syncthreads();
             write(given, shared, sums.values, block.piece, task.count);
             if (!more) return;
-            __syncthreads();
-            if (threadIdx.x < QUERIES) shared.peaks[threadIdx.x] = nothing();
             sums = {};
         }
         block = following;

@@ -17,7 +17,8 @@ program does, it reads from the device. So one CUDA graph serves every context, 
 Precision: queries, keys, weights and values enter the products in 16 bits (bfloat16 pages: bfloat16; float16 and q8_0 pages:
 float16, a q8_0 value rounded once from scale times level), the sums and the softmax are float32. So a score is off by at
 most 2^-10 of the sum of its |q k| (2^-8 for bfloat16), a weight and a value by 2^-11 (2^-8) of themselves. float32 pages are
-multiplied in three bfloat16 parts each, which is as good as float32.
+multiplied in three bfloat16 parts each, which is as good as float32. What a piece of float16 values comes to is kept in
+float16 itself, times the power of two that makes it no larger than the values: half of the traffic that pieces cause.
 """
 
 from __future__ import annotations
@@ -71,10 +72,15 @@ SMALL_TILING: dict[tuple[RowKind, int], Tiling] = TILING | {
 """Where there is little shared memory."""
 
 _OPERAND = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.int8: tl.float16}
-_MOST_WALKERS, _FEWEST_WALKERS, _ENOUGH_PROGRAMS = 64, 16, 1024
-"""Programs that share the pieces of a tile. One lane of four key heads then has 256, two for each multiprocessor of an H200;
+_MOST_WALKERS, _FEWEST_WALKERS, _ENOUGH_PROGRAMS = 66, 16, 1024
+"""Programs that share the pieces of a tile. One lane of four key heads then has 264, two for each multiprocessor of an H200;
 with more lanes fewer do, but enough for one long context among short ones. Who walks a piece does not touch the result."""
-_PIECES_PER_SUM = tl.constexpr(16)
+_FIRST_PIECES, _MORE_PIECES = tl.constexpr(16), tl.constexpr(32)
+"""That are added up at once."""
+_PEAKS = tl.constexpr(512)
+"""Of pieces, that are looked at at once."""
+_SUM_CHANNELS = 128
+"""Of a head, for each program of the sum."""
 _GROUP = tl.constexpr(32)
 _PAGE = tl.constexpr(PAGE_SIZE)
 _NEAR, _MIDDLE, _FAR = tl.constexpr(cuts.NEAR), tl.constexpr(cuts.MIDDLE), tl.constexpr(cuts.FAR)
@@ -168,8 +174,10 @@ def _attend_and_add(
 
     special = hopper.fits(q, k_cache, v_cache, batch, causal, window)
     whole = pieces == 1 and to_rows is None and not special
-    room = functools.partial(torch.empty, dtype=torch.float32, device=q.device)
-    parts = out if whole else room(rows, heads, pieces, dim)
+    room = functools.partial(torch.empty, device=q.device)
+    operand = _OPERAND[v_cache.data.dtype]
+    kept = torch.float16 if operand == tl.float16 and tiling.cut else torch.float32
+    parts = out if whole else room(rows, heads, pieces, dim, dtype=kept)
     peaks, totals = (out if whole else room(rows, heads, pieces) for _ in range(2))
     spans = (batch.starts, batch.span_lengths, batch.span_bases)
     facts = (pieces, window or 0)
@@ -205,7 +213,8 @@ def _attend_and_add(
             DIM=dim,
             PADDED=padded,
             K_OPERAND=_OPERAND[k_cache.data.dtype],
-            V_OPERAND=_OPERAND[v_cache.data.dtype],
+            V_OPERAND=operand,
+            HALVES=kept == torch.float16,
             PRECISION="bf16x6" if q.is_cuda else "ieee",  # the interpreter knows no other
             PTX=ptx,
             BLOCK=tiling.block,
@@ -217,7 +226,8 @@ def _attend_and_add(
         )
     if not whole:
         gate, factors, factor = to_rows or (None, None, 1.0)
-        _add_pieces[batch.num_spans * widest, heads](
+        channels = min(padded, _SUM_CHANNELS)
+        _add_pieces[batch.num_spans * widest, heads, padded // channels](
             parts,
             peaks,
             totals,
@@ -232,9 +242,9 @@ def _attend_and_add(
             1.0 / factor,
             HEADS=heads,
             DIM=dim,
-            PADDED=padded,
+            CHANNELS=channels,
             PTX=ptx,
-            num_warps=max(1, padded // 128),
+            num_warps=1,
             **geometry,
             **pdl(q.device),
         )
@@ -341,6 +351,7 @@ def _attend(
     PRECISION: tl.constexpr,
     PTX: tl.constexpr,
     BLOCK: tl.constexpr,
+    HALVES: tl.constexpr,
     WHOLE: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOWED: tl.constexpr,
@@ -406,7 +417,11 @@ def _attend(
             v = _stored_rows(v_data, v_scale, stripe, known, BLOCK, DIM, PADDED, V_OPERAND, PTX)
             values = tl.dot(weights.to(V_OPERAND), v, values * shrink[:, None], input_precision=PRECISION)
 
+        if HALVES:
+            values = (values * _shrinking(total)[:, None]).to(tl.float16)
         if WHOLE:
+            if HALVES:
+                values = values.to(tl.float32) * _growing(total)[:, None]
             tl.store(parts + place[:, None] * DIM + channel[None, :], values / total[:, None], mask=stored)
         else:
             part = place * pieces + (piece - first_piece)
@@ -435,17 +450,17 @@ def _add_pieces(
     undone,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
-    PADDED: tl.constexpr,
+    CHANNELS: tl.constexpr,
     PTX: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOWED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One row and head: its pieces in blocks that begin at fixed pieces; pieces that the row does not see weigh nothing. A
-    thread has all pieces of its channels, and most contexts are one block: nothing waits for anything but its loads. With a
-    gate the result is multiplied by its sigmoid and by ``scale``, which ``undone`` undoes. Strides of the gate are those of
-    groups of four elements, which tells the compiler that there are such groups."""
+    """Some channels of one row and head. Their pieces are added up in blocks that begin at fixed ones, against the largest
+    score of all; a thread has all pieces of its channels, so that nothing waits for anything but its loads. With a gate the
+    result is multiplied by its sigmoid and by ``scale``, which ``undone`` undoes. Strides of the gate are those of groups of
+    four elements, which tells the compiler that there are such groups."""
     span, within = tl.program_id(0) // widest, tl.program_id(0) % widest
     base = tl.load(bases + span).to(tl.int32)
     length = tl.load(lengths + span).to(tl.int32)
@@ -465,29 +480,65 @@ def _add_pieces(
     first, last = _piece_of(first_key), _piece_of(last_key)
     head = tl.program_id(1)
     place = (row * HEADS + head) * pieces - _piece_of(tile_key)
-    channel = tl.arange(0, PADDED)
+    channel = tl.program_id(2) * CHANNELS + tl.arange(0, CHANNELS)
     if gate is not None:
         z = tl.load(gate + row * (gate_row * 4) + head * (gate_head * 4) + channel, mask=channel < DIM, other=0.0)
 
-    peak, total = float("-inf"), 0.0
-    values = tl.zeros([PADDED], tl.float32)
-    for block in range(first // _PIECES_PER_SUM * _PIECES_PER_SUM, last + 1, _PIECES_PER_SUM):
-        piece = block + tl.arange(0, _PIECES_PER_SUM)
-        mine = (piece >= first) & (piece <= last)
-        address = parts + (place + piece)[:, None] * DIM + channel[None, :]
-        part = tl.load(address, mask=mine[:, None] & (channel < DIM)[None, :], other=0.0)
-        part_peak = tl.load(peaks + place + piece, mask=mine, other=float("-inf"))
-        part_total = tl.load(totals + place + piece, mask=mine, other=0.0)
-        new_peak = tl.maximum(peak, tl.max(part_peak, 0))
-        weight, shrink = tl.exp2(part_peak - new_peak), tl.exp2(peak - new_peak)
-        peak = new_peak
-        total = tl.fma(total, shrink, tl.sum(weight * part_total, 0))
-        values = tl.fma(values, shrink + tl.zeros_like(values), tl.sum(weight[:, None] * part, 0))
+    begin = first // _FIRST_PIECES * _FIRST_PIECES
+    rest = begin + _FIRST_PIECES
+    piece = begin + tl.arange(0, _FIRST_PIECES)
+    mine = (piece >= first) & (piece <= last)
+    part = _part_of(parts, place + piece, mine, channel, DIM)  # asked for before the peaks have come
+    part_peak = tl.load(peaks + place + piece, mask=mine, other=float("-inf"))
+    part_total = tl.load(totals + place + piece, mask=mine, other=0.0)
+    peak = tl.max(part_peak, 0)
+    for block in range(rest, last + 1, _PEAKS):
+        other = block + tl.arange(0, _PEAKS)
+        peak = tl.maximum(peak, tl.max(tl.load(peaks + place + other, mask=other <= last, other=float("-inf")), 0))
+    values, total = _weighted(part, part_peak, part_total, peak)
+    for block in range(rest, last + 1, _MORE_PIECES):
+        others = block + tl.arange(0, _MORE_PIECES)
+        known = others <= last
+        more = _part_of(parts, place + others, known, channel, DIM)
+        more_peak = tl.load(peaks + place + others, mask=known, other=float("-inf"))
+        more_total = tl.load(totals + place + others, mask=known, other=0.0)
+        more_values, weight = _weighted(more, more_peak, more_total, peak)
+        values += more_values
+        total += weight
     values = values / total
     if gate is not None:
         values = values * sigmoid_of(z, PTX) * scale
         tl.store(factors + row, undone, mask=head == 0)
     tl.store(out + (row * HEADS + head) * DIM + channel, values.to(out.dtype.element_ty), mask=channel < DIM)
+
+
+@triton.jit
+def _part_of(parts, place, known, channel, DIM: tl.constexpr):
+    """[pieces, channels], zeros where not known."""
+    address = parts + place[:, None] * DIM + channel[None, :]
+    return tl.load(address, mask=known[:, None] & (channel < DIM)[None, :], other=0.0)
+
+
+@triton.jit
+def _weighted(part, part_peak, part_total, peak):
+    """(values [channels], total) of pieces [pieces, channels] and [pieces], against the largest score ``peak``."""
+    weight = tl.exp2(part_peak - peak)
+    total = tl.sum(weight * part_total, 0)
+    if part.dtype == tl.float16:
+        weight = weight * _growing(part_total)
+    return tl.sum(weight[:, None] * part.to(tl.float32), 0), total
+
+
+@triton.jit
+def _shrinking(total):
+    """The power of two with which a sum of values with weights that add up to ``total`` is no larger than they are."""
+    return (253 - (total.to(tl.uint32, bitcast=True) >> 23) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _growing(total):
+    """What undoes it."""
+    return ((total.to(tl.uint32, bitcast=True) >> 23) + 1 << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit

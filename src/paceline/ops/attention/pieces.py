@@ -8,7 +8,7 @@ from __future__ import annotations
 
 NEAR, MIDDLE, FAR = 64, 128, 256
 """Keys of a piece."""
-MIDDLE_BEGIN, FAR_BEGIN = 512, 2048
+MIDDLE_BEGIN, FAR_BEGIN = 512, 16384
 """Positions from which on pieces are longer."""
 MIDDLE_FIRST = MIDDLE_BEGIN // NEAR
 FAR_FIRST = MIDDLE_FIRST + (FAR_BEGIN - MIDDLE_BEGIN) // MIDDLE
