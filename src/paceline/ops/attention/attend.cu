@@ -19,24 +19,27 @@ typedef unsigned char uint8;
 typedef unsigned short uint16;
 typedef unsigned int uint32;
 typedef long long int64;
+typedef unsigned long long uint64;
 
 constexpr int DIM = 256, GROUPS = DIM / 32;  // numbers of a head, and of those with a scale of their own
 constexpr int ROWS = 8;                      // of a tile
 constexpr int HALF = (GROUP + 1) / 2, QUERIES = 16 * HALF;  // for an odd group some are nobody's
 constexpr int KEYS = 128, BLOCK_PAGES = KEYS / PAGE;
 constexpr int WARPS = 8, THREADS = 32 * WARPS;
-constexpr int QUERY_BYTES = 2 * DIM, WEIGHT_BYTES = 2 * KEYS;
+constexpr int QUERY_BYTES = 2 * DIM;
+constexpr int WEIGHT_BYTES = 2 * KEYS + 32;  // with a gap, so that threads that read at once read from different banks
 constexpr uint32 ALL = 0xffffffffu;
-static_assert(KEYS == 16 * WARPS && DIM == 32 * WARPS && KEYS % PAGE == 0 && THREADS == 16 * PAGE);
+static_assert(KEYS == 16 * WARPS && DIM == 32 * WARPS && BLOCK_PAGES % 4 == 0 && KEYS % PAGE == 0 && THREADS == 16 * PAGE);
+static_assert(PAGE % 16 == 0 && THREADS >= KEYS);
 
 // Where each block of 16 bytes lies within its row is such that threads that read at once find theirs in different banks.
 struct Shared {
     uint8 k[KEYS][DIM], v[KEYS][DIM];                // block b of key i at b ^ swizzle_k(i), b ^ swizzle_v(i)
     uint16 k_scales[KEYS][GROUPS], v_scales[KEYS][GROUPS];
     uint8 queries[QUERIES][QUERY_BYTES];             // float16; block b of query i at b ^ (i & 1)
-    uint8 weights[QUERIES][WEIGHT_BYTES];            // float16; block b of query i at b ^ swizzle_p(i)
+    uint8 weights[QUERIES][WEIGHT_BYTES];            // float16
     float of_warps[WARPS][QUERIES];                  // largest scores, then sums of weights
-    int pages[2][BLOCK_PAGES];                       // of the keys that are fetched next, and of those behind them
+    alignas(16) int pages[2][BLOCK_PAGES];           // of the keys that are fetched next, and of those behind them
     int64 places[QUERIES];                           // where the first part of a query goes
     int seen[QUERIES];                               // how many keys of the lane it sees
     float peaks[QUERIES], shrink[QUERIES];           // the largest score so far, and what sums before it are multiplied by
@@ -70,7 +73,6 @@ struct Thread {
 
 __device__ __forceinline__ int swizzle_k(int key) { return (key >> 1 & 1) << 2; }
 __device__ __forceinline__ int swizzle_v(int key) { return (key >> 2 & 3) << 1; }
-__device__ __forceinline__ int swizzle_p(int query) { return ((query ^ query >> 2) & 3) << 1; }
 
 // ------------------------------------------------------------------------------------------------------------------ PTX
 
@@ -79,7 +81,12 @@ __device__ __forceinline__ uint32 shared_address(const void* at) { return (uint3
 // Wait until the kernel before has ended.
 __device__ __forceinline__ void await_turn() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
-// 16 bytes past the L1 cache, zeros where not ``known``.
+// 16 bytes past the L1 cache.
+__device__ __forceinline__ void copy(void* to, const void* from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
+}
+
+// Zeros where not ``known``.
 __device__ __forceinline__ void copy(void* to, const void* from, bool known) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(known ? 16 : 0)
                  : "memory");
@@ -164,19 +171,29 @@ __device__ __forceinline__ Block next(const Block& block, int all) {
 
 // -------------------------------------------------------------------------------------------------------------- fetching
 
-// Of keys or values: a thread has one block of 16 bytes of a key in each page; what is missing in the last one are zeros. (Nothing
-// here is unrolled for its own sake: a launch over a short context executes most instructions once, and waits for each line of
-// them.)
+// Of keys or values: a thread has one block of 16 bytes of a key in each page, and maybe the scales of a key. What nobody has
+// written of the last page comes along, with scales of zero, so that it is finite.
 template <int (*SWIZZLE)(int)>
 __device__ __forceinline__ void fetch(
     uint8 (*to)[DIM], uint16 (*to_scales)[GROUPS], const uint8* from, const uint8* scales, int keys, const int* pages, int kv_heads
 ) {
-    const int within = threadIdx.x / 16, part = threadIdx.x % 16;
-#pragma unroll 1
-    for (int key = within; key - within < keys; key += PAGE) {
-        const int64 stripe = ((int64)pages[key / PAGE] * PAGE + within) * kv_heads + blockIdx.y;
-        copy(to[key] + 16 * (part ^ SWIZZLE(key)), from + stripe * DIM + 16 * part, key < keys);
-        if (part == 0) copy(to_scales[key], scales + stripe * (2 * GROUPS), key < keys);
+    const int within = threadIdx.x / 16, part = threadIdx.x % 16, key = threadIdx.x;
+    const uint32 page_stripes = PAGE * kv_heads;  // of these a stripe is what one key has of one head
+    uint8* const place = to[within] + 16 * (part ^ SWIZZLE(within));  // no swizzle looks beyond the key's place among 16
+    from += (within * kv_heads + blockIdx.y) * DIM + 16 * part;
+#pragma unroll
+    for (int i = 0; i < BLOCK_PAGES; i += 4) {
+        const int4 four = *(const int4*)(pages + i);
+        const int page[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+        for (int j = 0; j < 4; j++)
+            if (PAGE * (i + j) < keys)
+                copy(place + PAGE * (i + j) * DIM, from + (uint64)(uint32)page[j] * (page_stripes * DIM));
+    }
+    if (key / PAGE * PAGE < keys && key < KEYS) {
+        const uint32 stripe = key % PAGE * kv_heads + blockIdx.y;
+        const uint64 of_page = (uint64)(uint32)pages[key / PAGE] * (page_stripes * (2 * GROUPS));
+        copy(to_scales[key], scales + of_page + stripe * (2 * GROUPS), key < keys);
     }
 }
 
@@ -204,38 +221,48 @@ __device__ __forceinline__ void take_queries(Shared& shared, const Arguments& gi
 // ----------------------------------------------------------------------------------------------------------- multiplying
 
 // Scores of the warp's 16 keys, of which row r of the product is key 2 r, and row 8 + r the one behind it. In four products in turn
-// a thread's numbers of a key are 16 side by side.
+// a thread's numbers of a key are 16 side by side; two of these four share a load of scales. Of two blocks that differ in one bit
+// of their number only, one in an odd row lies where the other one lies in an even row.
 template <int TILES>
 __device__ __forceinline__ void multiply_keys(float (&scores)[TILES][4], const Shared& shared) {
     const Thread thread;
-    const int warp = thread.warp, row = thread.row, quarter = thread.quarter, key = 16 * warp + 2 * row;
+    const int row = thread.row, quarter = thread.quarter, key = 16 * thread.warp + 2 * row, odd = row & 1;
+    const uint8* const keys = shared.k[key] + 16 * quarter;
+    const uint8* const queries = shared.queries[row] + 32 * quarter;
+    const uint32 half_word = quarter < 2 ? 0x1010u : 0x3232u;
 #pragma unroll 1
-    for (int part = 0; part < DIM / 64; part++) {
-        uint4 levels[2];
-        uint32 scales[2];
+    for (int pair = 0; pair < DIM / 128; pair++) {
+        uint2 scales_of[2];
 #pragma unroll
-        for (int i = 0; i < 2; i++) {
-            levels[i] = *(const uint4*)(shared.k[key + i] + 16 * ((4 * part + quarter) ^ swizzle_k(key + i)));
-            scales[i] = permuted(shared.k_scales[key + i][2 * part + (quarter >> 1)], 0, 0x1010);
-        }
+        for (int i = 0; i < 2; i++) scales_of[i] = *(const uint2*)(shared.k_scales[key + i] + 4 * pair);
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
-            uint32 a[2][4];
+        for (int side = 0; side < 2; side++) {
+            uint4 levels[2];
+            uint32 scales[2];
 #pragma unroll
-            for (int step = 0; step < 2; step++)
+            for (int i = 0; i < 2; i++) {
+                levels[i] = *(const uint4*)(keys + i * DIM + 128 * pair + 64 * (side ^ odd));
+                scales[i] = permuted(side ? scales_of[i].y : scales_of[i].x, 0, half_word);
+            }
 #pragma unroll
-                for (int i = 0; i < 2; i++) {
-                    const uint4& four = levels[i];
-                    const uint32 biased = (half ? (step ? four.w : four.z) : (step ? four.y : four.x)) ^ 0x80808080u;
-                    a[step][i] = decoded<FIRST>(biased, scales[i]);
-                    a[step][2 + i] = decoded<LAST>(biased, scales[i]);
+            for (int half = 0; half < 2; half++) {
+                uint32 a[2][4];
+#pragma unroll
+                for (int step = 0; step < 2; step++)
+#pragma unroll
+                    for (int i = 0; i < 2; i++) {
+                        const uint4& four = levels[i];
+                        const uint32 biased = (half ? (step ? four.w : four.z) : (step ? four.y : four.x)) ^ 0x80808080u;
+                        a[step][i] = decoded<FIRST>(biased, scales[i]);
+                        a[step][2 + i] = decoded<LAST>(biased, scales[i]);
+                    }
+#pragma unroll
+                for (int n = 0; n < TILES; n++) {
+                    const uint8* const at = queries + 8 * n * QUERY_BYTES + 256 * pair + 128 * side + 16 * (half ^ odd);
+                    const uint4 b = *(const uint4*)at;
+                    multiply(scores[n], a[0], b.x, b.y);
+                    multiply(scores[n], a[1], b.z, b.w);
                 }
-#pragma unroll
-            for (int n = 0; n < TILES; n++) {
-                const int query = 8 * n + row;
-                const uint4 b = *(const uint4*)(shared.queries[query] + 16 * ((8 * part + 2 * quarter + half) ^ (query & 1)));
-                multiply(scores[n], a[0], b.x, b.y);
-                multiply(scores[n], a[1], b.z, b.w);
             }
         }
     }
@@ -246,17 +273,18 @@ __device__ __forceinline__ void multiply_keys(float (&scores)[TILES][4], const S
 template <int TILES>
 __device__ __forceinline__ void multiply_values(float (&values)[2][TILES][4], const Shared& shared, int keys) {
     const Thread thread;
-    const int warp = thread.warp, row = thread.row, quarter = thread.quarter;
+    const int warp = thread.warp, row = thread.row, quarter = thread.quarter, key = 4 * quarter;
+    const uint8* of_values = shared.v[key] + 16 * ((2 * warp + (row >> 2)) ^ swizzle_v(key)) + 4 * (row & 3);
+    const uint16* of_scales = shared.v_scales[key] + warp;
+    const uint8* of_weights = shared.weights[row] + 8 * quarter;
 #pragma unroll 1
-    for (int step = 0; 16 * step < keys; step++) {
-        const int key = 16 * step + 4 * quarter;
+    for (; keys > 0; keys -= 16) {
         uint32 levels[4], scales[2], a[2][4];
 #pragma unroll
-        for (int i = 0; i < 4; i++)
-            levels[i] = *(const uint32*)(shared.v[key + i] + 16 * ((2 * warp + (row >> 2)) ^ swizzle_v(key + i)) + 4 * (row & 3));
+        for (int i = 0; i < 4; i++) levels[i] = *(const uint32*)(of_values + i * DIM);
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            scales[i] = permuted(shared.v_scales[key + 2 * i][warp], shared.v_scales[key + 2 * i + 1][warp], 0x5410);
+            scales[i] = permuted(of_scales[2 * i * GROUPS], of_scales[(2 * i + 1) * GROUPS], 0x5410);
 #pragma unroll
             for (int tile = 0; tile < 2; tile++) {  // the first two dims of both keys, then the last two
                 const uint32 biased = permuted(levels[2 * i], levels[2 * i + 1], tile ? 0x7362u : 0x5140u) ^ 0x80808080u;
@@ -266,12 +294,11 @@ __device__ __forceinline__ void multiply_values(float (&values)[2][TILES][4], co
         }
 #pragma unroll
         for (int n = 0; n < TILES; n++) {
-            const int query = 8 * n + row;
-            const uint2 b =
-                *(const uint2*)(shared.weights[query] + 16 * ((2 * step + (quarter >> 1)) ^ swizzle_p(query)) + 8 * (quarter & 1));
+            const uint2 b = *(const uint2*)(of_weights + 8 * n * WEIGHT_BYTES);
             multiply(values[0][n], a[0], b.x, b.y);
             multiply(values[1][n], a[1], b.x, b.y);
         }
+        of_values += 16 * DIM, of_scales += 16 * GROUPS, of_weights += 32;
     }
 }
 
@@ -338,8 +365,7 @@ struct Sums {
                 const int query = 8 * n + 2 * thread.quarter + i;
                 const float peak = shared.peaks[query], shrink = shared.shrink[query], finite = peak == nothing() ? 0.0f : peak;
                 const float one = exp2_of(scores[n][i] - finite), other = exp2_of(scores[n][2 + i] - finite);
-                const int place = 16 * ((2 * thread.warp + (thread.row >> 2)) ^ swizzle_p(query)) + 4 * (thread.row & 3);
-                *(uint32*)(shared.weights[query] + place) = halves(one, other);
+                *(uint32*)(shared.weights[query] + 32 * thread.warp + 4 * thread.row) = halves(one, other);
                 weights[n][i] = __fmaf_rn(weights[n][i], shrink, one + other);
 #pragma unroll
                 for (int dims = 0; dims < 2; dims++) {

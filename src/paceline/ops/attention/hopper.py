@@ -94,7 +94,7 @@ def shared_bytes(group: int) -> int:
     """What ``Shared`` of ``attend.cu`` takes."""
     queries, groups = 2 * TILE_ROWS * -(-group // 2), HEAD_DIM // 32
     stored, pages = 2 * _KEYS * (HEAD_DIM + 2 * groups), 2 * 4 * (_KEYS // PAGE_SIZE)
-    return stored + pages + queries * (2 * HEAD_DIM + 2 * _KEYS + 4 * (_WARPS + 5))
+    return stored + pages + queries * (2 * HEAD_DIM + 2 * _KEYS + 32 + 4 * (_WARPS + 5))
 
 
 def source(group: int) -> str:
