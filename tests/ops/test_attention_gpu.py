@@ -224,7 +224,7 @@ def test_decode_rows_alone_and_in_company(shape: Shape, cache: CacheType, window
 def test_decode_rows_however_cut(shape: Shape, cache: CacheType, window: int | None, outlier: float) -> None:
     """One verify span, several, or steps of one row, with nothing behind a step's row. With outliers a row's own values are
     tiny beside those of rows that it does not see: a zero weight must not cost the sum its low bits."""
-    for base in (0, 57, 250, 508, 1020, 2044):
+    for base in (0, 57, 250, 508, 1020, 16_380):
         lane = Lane(shape, base + 8, base)
         lane.v = lane.v / outlier
         lane.v[base + 1 :] *= outlier**2
@@ -274,7 +274,7 @@ def test_gated_rows_alone_and_in_company(shape: Shape, cache: CacheType) -> None
 
 @pytest.mark.parametrize(("shape", "cache"), GATED)
 def test_gated_rows_however_cut(shape: Shape, cache: CacheType) -> None:
-    for base in (0, 57, 250, 508, 1020, 2044):
+    for base in (0, 57, 250, 508, 1020, 16_380):
         lane = Lane(shape, base + 8, base)
         (whole,) = run(shape, "decode", cache, [(lane, base, 8)], values=BOUND)
         for cut in ([1] * 8, [3, 5], [7, 1]):
@@ -379,9 +379,9 @@ def test_who_walks_a_piece_does_not_show(shape: Shape, walkers: int, monkeypatch
             assert all(map(torch.equal, run(shape, "decode", "q8_0", lanes, window=window), expected))
 
 
-@pytest.mark.parametrize("base", [2500, 5000])
+@pytest.mark.parametrize("base", [5000, 16_300, 20_000, 118_000])
 def test_long_contexts(base: int) -> None:
-    """Whose pieces are taken in two steps, the last one cut anywhere."""
+    """Of pieces of all lengths, added up in several turns; at the longest their peaks, too, are looked at in two."""
     lanes = [(Lane(TARGET, base + 130 * n + 8, n), base + 130 * n, 8) for n in range(4)]
     together = run(TARGET, "decode", "q8_0", lanes)
     for (lane, start, rows), o in zip(lanes, together, strict=True):

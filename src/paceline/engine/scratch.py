@@ -44,11 +44,11 @@ def round_scratch(shape: StateShape, prefill_tokens: int, *, graphs: bool = True
     target = shape.target
     decode_rows = shape.lanes * max(1, shape.draft_rows)
     prompt_rows = IDLE_FACTOR * prefill_tokens
-    head = shape.target.head_dim * (_F16 if shape.cache_type_v in ("f16", "q8_0") else _F32) + 2 * _F32
+    piece_bytes = target.head_dim * (_F16 if shape.cache_type_v in ("f16", "q8_0") else _F32) + 2 * _F32
     return Scratch(
         logits=3 * _F32 * (decode_rows + shape.lanes) * target.vocab_size,
         scores=_F32 * (decode_rows + 5 * ROWS_AT_ONCE) * target.vocab_size,
-        attention=decode_rows * target.num_heads * pieces_of(shape.max_ctx) * head,
+        attention=decode_rows * target.num_heads * pieces_of(shape.max_ctx) * piece_bytes,
         rows=_F32 * (decode_rows + prompt_rows) * _numbers_per_row(shape),
         states=shape.lanes * _state_bytes(shape),
         dequantised=_F16 * _largest_product(shape),

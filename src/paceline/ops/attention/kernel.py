@@ -4,7 +4,7 @@ A program computes one query tile (``QUERY_TILE`` rows of a span times some of t
 to a product of one shape) over some pieces of the keys, each by itself. Pieces (``pieces.py``) and key blocks begin at fixed
 absolute positions, so that a row meets the same blocks in the same order whatever is beside it; a block that a row does not
 see multiplies what it holds by one and adds zeros. Where no context of the batch has more than one piece, the result is
-written at once; the sum over pieces of a row that has but one gives the same bits.
+written at once; the sum over pieces of a row that has but one gives the same bits, but for the signs of zeros.
 
 With a gate and a bound of the values, the sum over pieces leaves what the next product reads: an attended value is no larger
 than the values are, so one power of two brings all rows into the range of float16. It is taken then for one piece, too.
@@ -18,7 +18,8 @@ Precision: queries, keys, weights and values enter the products in 16 bits (bflo
 float16, a q8_0 value rounded once from scale times level), the sums and the softmax are float32. So a score is off by at
 most 2^-10 of the sum of its |q k| (2^-8 for bfloat16), a weight and a value by 2^-11 (2^-8) of themselves. float32 pages are
 multiplied in three bfloat16 parts each, which is as good as float32. What a piece of float16 values comes to is kept in
-float16 itself, times the power of two that makes it no larger than the values: half of the traffic that pieces cause.
+float16 itself, times the power of two that makes it no larger than the values but for rounding (by 2^-11, so values within
+that of float16's largest may become infinite): half of the traffic that pieces cause.
 """
 
 from __future__ import annotations
@@ -458,9 +459,9 @@ def _add_pieces(
     PDL: tl.constexpr,
 ):
     """Some channels of one row and head. Their pieces are added up in blocks that begin at fixed ones, against the largest
-    score of all; a thread has all pieces of its channels, so that nothing waits for anything but its loads. With a gate the
-    result is multiplied by its sigmoid and by ``scale``, which ``undone`` undoes. Strides of the gate are those of groups of
-    four elements, which tells the compiler that there are such groups."""
+    score of all; one thread has all pieces of its channels, or two have, so that hardly anything waits for anything but its
+    loads. With a gate the result is multiplied by its sigmoid and by ``scale``, which ``undone`` undoes. Strides of the gate
+    are those of groups of four elements, which tells the compiler that there are such groups."""
     span, within = tl.program_id(0) // widest, tl.program_id(0) % widest
     base = tl.load(bases + span).to(tl.int32)
     length = tl.load(lengths + span).to(tl.int32)
@@ -531,7 +532,8 @@ def _weighted(part, part_peak, part_total, peak):
 
 @triton.jit
 def _shrinking(total):
-    """The power of two with which a sum of values with weights that add up to ``total`` is no larger than they are."""
+    """The power of two with which a sum of values whose weights add up to ``total`` is no larger than they are, but for
+    rounding."""
     return (253 - (total.to(tl.uint32, bitcast=True) >> 23) << 23).to(tl.float32, bitcast=True)
 
 
