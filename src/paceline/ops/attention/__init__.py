@@ -16,7 +16,7 @@ attention = by_device(ref.attention, "paceline.ops.attention.kernel")
 attention_inputs = by_device(ref.attention_inputs, "paceline.ops.attention.kernel")
 gated_attention = by_device(ref.gated_attention, "paceline.ops.attention.kernel")
 
-_PORTABLE = "portable-3"
+_PORTABLE = "portable-4"
 """What a Hopper GPU runs too, where heads, pages or groups are not those of its own kernel."""
 _SMALLEST_NORMAL = 2.0**-14
 """Of float16. What is below it may be stored as twice of what it is."""

@@ -399,7 +399,7 @@ __device__ __forceinline__ void settle(const Arguments& given, Shared& shared, i
     float total = 0.0f;
 #pragma unroll
     for (int warp = 0; warp < WARPS; warp++) total += shared.of_warps[warp][query];
-    shared.shrink[query] = __uint_as_float((253 - (__float_as_uint(total) >> 23)) << 23);
+    shared.shrink[query] = __uint_as_float((252 - (__float_as_uint(total) >> 23)) << 23);
     if (query < count) {
         given.totals[shared.places[query] + piece] = total;
         given.peaks[shared.places[query] + piece] = shared.peaks[query];

@@ -22,7 +22,7 @@ from paceline.ops import nvrtc
 from paceline.ops.attention import pieces as cuts
 from paceline.ops.kv import PagedTensor
 
-VERSION = 2
+VERSION = 3
 """Of the arithmetic: raise it when the bits of a part change."""
 HEAD_DIM, TILE_ROWS, _MOST_GROUP = 256, 8, 6
 """Numbers of a head; rows of a tile; the most query heads to a key head."""

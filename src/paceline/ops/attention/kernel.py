@@ -4,7 +4,7 @@ A program computes one query tile (``QUERY_TILE`` rows of a span times some of t
 to a product of one shape) over some pieces of the keys, each by itself. Pieces (``pieces.py``) and key blocks begin at fixed
 absolute positions, so that a row meets the same blocks in the same order whatever is beside it; a block that a row does not
 see multiplies what it holds by one and adds zeros. Where no context of the batch has more than one piece, the result is
-written at once; the sum over pieces of a row that has but one gives the same bits, but for the signs of zeros.
+written at once; the sum over pieces of a row that has but one gives the same bits.
 
 With a gate and a bound of the values, the sum over pieces leaves what the next product reads: an attended value is no larger
 than the values are, so one power of two brings all rows into the range of float16. It is taken then for one piece, too.
@@ -18,8 +18,7 @@ Precision: queries, keys, weights and values enter the products in 16 bits (bflo
 float16, a q8_0 value rounded once from scale times level), the sums and the softmax are float32. So a score is off by at
 most 2^-10 of the sum of its |q k| (2^-8 for bfloat16), a weight and a value by 2^-11 (2^-8) of themselves. float32 pages are
 multiplied in three bfloat16 parts each, which is as good as float32. What a piece of float16 values comes to is kept in
-float16 itself, times the power of two that makes it no larger than the values but for rounding (by 2^-11, so values within
-that of float16's largest may become infinite): half of the traffic that pieces cause.
+float16 itself, times a power of two that makes it no larger than the values: half of the traffic that pieces cause.
 """
 
 from __future__ import annotations
@@ -423,6 +422,7 @@ def _attend(
         if WHOLE:
             if HALVES:
                 values = values.to(tl.float32) * _growing(total)[:, None]
+            values += 0.0  # as a sum over pieces has it: no zero below zero
             tl.store(parts + place[:, None] * DIM + channel[None, :], values / total[:, None], mask=stored)
         else:
             part = place * pieces + (piece - first_piece)
@@ -532,15 +532,15 @@ def _weighted(part, part_peak, part_total, peak):
 
 @triton.jit
 def _shrinking(total):
-    """The power of two with which a sum of values whose weights add up to ``total`` is no larger than they are, but for
-    rounding."""
-    return (253 - (total.to(tl.uint32, bitcast=True) >> 23) << 23).to(tl.float32, bitcast=True)
+    """A power of two with which a sum of values whose weights add up to ``total`` is no larger than they are: half of what
+    would do if weights were not rounded, and their total with them."""
+    return (252 - (total.to(tl.uint32, bitcast=True) >> 23) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _growing(total):
     """What undoes it."""
-    return ((total.to(tl.uint32, bitcast=True) >> 23) + 1 << 23).to(tl.float32, bitcast=True)
+    return ((total.to(tl.uint32, bitcast=True) >> 23) + 2 << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
