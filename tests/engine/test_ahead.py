@@ -47,10 +47,21 @@ class Uncaptured(Graphs):
     def draft(self, spans: Sequence[VerifySpan]) -> None:
         return None
 
+    def catch_up(self, spans: Sequence[VerifySpan]) -> bool:
+        return False
+
     def draft_behind(self, spans: Sequence[VerifySpan], places: Sequence[int], ends: Tensor) -> Tensor:
         self.times += 1
-        assert self.runner.drafter is not None
-        return self.runner.drafter.propose(_moved(spans, places, ends), self.runner.pool)
+        drafter, pool = self.runner.drafter, self.runner.pool
+        assert isinstance(drafter, DFlashDrafter)
+        facts = torch.from_numpy(drafter.pack_context(spans, len(spans) + 1, pool, places))
+        context = drafter.unpack_context(facts, [0] * (len(spans) + 1))
+        context.advance(ends)
+        drafter.make_context(context.batch, context.counts, pool)
+        moved = _moved(spans, places, ends)
+        packed, kinds, limits = drafter.pack(moved, len(moved), pool.spare_lane)
+        inputs = drafter.unpack(torch.from_numpy(packed), [span.start for span in moved], kinds, limits)
+        return drafter.forward(inputs, pool.draft_views())
 
 
 class Plain(Uncaptured):

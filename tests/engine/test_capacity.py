@@ -163,8 +163,9 @@ def test_a_large_card_holds_the_whole_context(monkeypatch: pytest.MonkeyPatch, l
     shape = plan_state(EngineOptions(), *large, GPU)
     assert shape.max_ctx == 262_144 and shape.pool_tokens == 6 * 262_144
     # 16 layers of 4 heads of 256, K and V as q8_0: 34,816 bytes a token; per lane 144 MiB of state and what goes with it
+    # (16 rows of features, say, are 1.6 MiB)
     assert kv_bytes_per_token(shape) == 34_816
-    assert 150 * 2**20 < lane_bytes(shape) < 220 * 2**20
+    assert 150 * 2**20 < lane_bytes(shape) < 222 * 2**20
     assert shape.draft_cache_type == "f16"
 
 
@@ -224,7 +225,7 @@ def test_scratch_grows_with_what_it_depends_on(large: Large, monkeypatch: pytest
     assert scratch.states == 6 * span
     assert 7 * span + scratch.dequantised + 1024 * scratch.rows // (4 * 512 + 48) < scratch.captured < 2.1 * 2**30
     few, many = (round_scratch(replace(shape, lanes=lanes), 512).captured for lanes in (8, 16))
-    assert few - scratch.captured > 2 * span > many - few, "graphs are for up to 8 prompts"
+    assert few - scratch.captured == 2 * span and many == few, "graphs are for up to 8 prompts"
 
 
 def test_what_is_expanded_leaves_room_for_graphs_and_rounds(monkeypatch: pytest.MonkeyPatch, large: Large) -> None:

@@ -12,9 +12,10 @@ from paceline import LLM, SamplingParams
 from paceline.config import EngineOptions
 from paceline.engine.build import build
 from paceline.engine.graphs import CapturedPrefill
-from paceline.engine.plan import PrefillSpan, Round, RoundResult
+from paceline.engine.plan import Following, PrefillSpan, Round, RoundResult, VerifySpan
 from paceline.engine.runner import Runner
 from paceline.models.qwen35 import Hidden
+from paceline.ops.kv import read_pages
 from paceline.types import Request
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
@@ -153,3 +154,51 @@ def test_rounds_of_prompts(beside: bool, runner: Runner, monkeypatch: pytest.Mon
             assert getattr(ours, name) == getattr(theirs, name), f"{name} of {lengths}"
         for got, want in zip(left, known, strict=True):
             assert torch.equal(got, want), lengths
+
+
+DRAFTS = (7, *[0] * 11, 7, 0, 0, 3, 7, *[0] * 8, 1, *[0] * 7, 7)
+"""Of the first of three lanes. The second drafts two rounds later, the third one later, and half as much."""
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_context_of_generated_rows(ahead: bool, runner: Runner) -> None:
+    """Lanes that draft now and then, and catch up before: tokens, and what the drafter sees in the end."""
+    captured = Runner(runner.target, runner.drafter, runner.pool, graphs=runner.graphs, run_ahead=ahead)
+    plain = Runner(runner.target, runner.drafter, runner.pool)
+    (ours, left), (theirs, known) = (decode(each) for each in (captured, plain))
+    assert ours == theirs
+    for got, want in zip(left, known, strict=True):
+        assert torch.equal(got, want)
+
+
+@torch.inference_mode()
+def decode(runner: Runner) -> tuple[list[list[int]], list[Tensor]]:
+    pool, drafter = runner.pool, runner.drafter
+    assert drafter is not None and pool.shape.drafter is not None
+    prompts = [tuple((7 + 31 * number * at + at * at) % 5000 for at in range(20 + 13 * number)) for number in range(3)]
+    requests = [Request(f"{at}", prompt, 0.7, 1.0, 0, 0.0, at, 400) for at, prompt in enumerate(prompts)]
+    lanes = [pool.admit(512) for _ in requests]
+    read = [PrefillSpan(r, lane or 0, 0, r.prompt, final=True) for r, lane in zip(requests, lanes, strict=True)]
+    tokens = [[token or 0] for token in runner.run(Round((), tuple(read))).prefill]
+    later = DRAFTS[-2:] + DRAFTS[:-2], tuple(count // 2 for count in DRAFTS[-3:] + DRAFTS[:-3])
+    script = [*zip(DRAFTS, *later, strict=True)]
+    for drafts, coming in zip(script, [*script[1:], script[0]], strict=True):
+        spans = tuple(
+            VerifySpan(span.request, span.lane, pool.committed(span.lane), own[-1], count)
+            for span, own, count in zip(read, tokens, drafts, strict=True)
+        )
+        following = tuple(Following(place, count) for place, count in enumerate(coming))
+        for own, emitted in zip(tokens, runner.run(Round(spans, (), following=following)).verify, strict=True):
+            own += emitted
+        pool.check()
+    runner.forget()
+    spans = tuple(VerifySpan(span.request, span.lane, pool.committed(span.lane), 0, 0) for span in read)
+    drafter.catch_up(spans, pool)
+    window, left = pool.shape.drafter.sliding_window or pool.shape.max_ctx, []
+    for view in pool.draft_views():
+        for cache in (view.k, view.v):
+            rows = [read_pages(cache, view.page_table[span.lane].long()).flatten(0, 1) for span in spans]
+            left += [row[max(0, span.start - window + 1) : span.start] for row, span in zip(rows, spans, strict=True)]
+    for span in reversed(spans):
+        pool.release(span.lane)
+    return tokens, left

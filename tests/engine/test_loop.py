@@ -31,7 +31,7 @@ from paceline.state.pages import PageAllocator
 from paceline.state.pool import Half, SpanRows, StatePool, Txn
 from paceline.state.shapes import pages_for
 from paceline.types import Emission, EngineStats, Request, SamplingParams
-from paceline.views import GdnView
+from paceline.views import ContextView, GdnView
 
 CASE = Case("loop", lanes=3, prefill_tokens=64, threads=1, prompts_beside=False)
 VICTIM = "1"
@@ -194,19 +194,30 @@ def fault_in_begin(fault: Fault, parts: EngineParts, patch: pytest.MonkeyPatch) 
     patch.setattr(StatePool, "_reserve", reserve)
 
 
-def fault_in_commit(kind: str) -> Callable[[Fault, EngineParts, pytest.MonkeyPatch], None]:
-    """When the drafter's context has been written."""
+def fault_in_context(kind: str) -> Callable[[Fault, EngineParts, pytest.MonkeyPatch], None]:
+    """When the drafter's context has been written: of prompts in a commit, of generated rows before somebody drafts."""
 
     def inject(fault: Fault, parts: EngineParts, patch: pytest.MonkeyPatch) -> None:
-        original = StatePool._write_context
+        original = StatePool.write_context
 
-        def commit(self: StatePool, half: Half, keep: torch.Tensor) -> None:
-            original(self, half, keep)
-            fault(half.batch.kind == kind and lane_of(parts) in half.batch.lanes.tolist())
+        def write(self: StatePool, views: list[ContextView], keep: torch.Tensor, batch: PackedBatch) -> None:
+            original(self, views, keep, batch)
+            fault(batch.kind == kind and lane_of(parts) in batch.lanes.tolist())
 
-        patch.setattr(StatePool, "_write_context", commit)
+        patch.setattr(StatePool, "write_context", write)
 
     return inject
+
+
+def fault_in_commit(fault: Fault, parts: EngineParts, patch: pytest.MonkeyPatch) -> None:
+    """Before anything has changed."""
+    original = StatePool.apply
+
+    def apply(self: StatePool, txn: Txn, keep: torch.Tensor) -> None:
+        fault(lane_of(parts) in [span.lane for span in txn.of_kind("decode")])
+        original(self, txn, keep)
+
+    patch.setattr(StatePool, "apply", apply)
 
 
 def lane_of(parts: EngineParts) -> int:
@@ -220,8 +231,9 @@ FAULTS = {
     "first verify": fault_in_drawing(lambda tokens: tokens > 0),
     "first token": fault_in_drawing(lambda tokens: tokens == 0),
     "later chunk": fault_in_later_chunk,
-    "commit of a verify span": fault_in_commit("decode"),
-    "commit of a chunk": fault_in_commit("prefill"),
+    "context": fault_in_context("decode"),
+    "commit of a verify span": fault_in_commit,
+    "commit of a chunk": fault_in_context("prefill"),
 }
 
 

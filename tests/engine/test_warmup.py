@@ -10,6 +10,7 @@ from paceline.bench.law_cases import Case
 from paceline.engine.plan import Round, RoundResult, RoundTimes
 from paceline.engine.warmup import warm_up
 from paceline.state.pool import SpanRows
+from paceline.state.shapes import StateShape
 
 
 @pytest.mark.parametrize("lanes", [1, 3])
@@ -36,11 +37,13 @@ def test_there_is_room_for_the_longest_blocks(monkeypatch: pytest.MonkeyPatch) -
     runner = Workbench().parts(Case("warm-up", lanes=1, threads=torch.get_num_threads()), {}).runner
     pool, longest = runner.pool, 0
     monkeypatch.setattr(runner.drafter, "block_size", 64, raising=False)
+    monkeypatch.setattr(StateShape, "draft_rows", 64)
 
     def run(round: Round) -> RoundResult:
         nonlocal longest
         rows = [SpanRows(span.lane, span.start, span.length, "decode", ahead=True) for span in round.verify]
         rows += [SpanRows(span.lane, span.start, span.length, "prefill") for span in round.prefill]
+        pool.caught_up(span.lane for span in rows)
         pool.settle(pool.begin(rows, packed=False), [span.length for span in rows])
         longest = max(longest, *(span.length for span in rows if span.kind == "decode"), 0)
         return RoundResult(tuple((0,) * span.length for span in round.verify), (0,) * len(round.prefill), RoundTimes())

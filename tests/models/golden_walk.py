@@ -14,6 +14,7 @@ from demo_pair import Pair, goldens, greedy_request
 
 from paceline.engine.plan import VerifySpan
 from paceline.models.qwen35 import Hidden
+from paceline.ops.features import keep_features
 from paceline.ops.topk import argmax
 from paceline.state.pool import Half, SpanRows
 from paceline.types import Request
@@ -74,7 +75,10 @@ def forward(everything: Pair, tokens: list[int], half: Half | None) -> Hidden:
     ids = torch.tensor(tokens, device=everything.pool.device)
     hidden, features = everything.target(ids, half.batch, half.target, everything.drafter.taps)
     assert features is not None
-    everything.drafter.project(features, half.batch, half.context)
+    if half.features is None:
+        everything.drafter.project(features, half.batch, half.context)
+    else:
+        keep_features(half.features, features, half.batch)
     return hidden
 
 

@@ -19,6 +19,7 @@ from paceline.engine.drafting import DFlashDrafter
 from paceline.engine.plan import PrefillSpan, Round, RoundResult, VerifySpan
 from paceline.engine.runner import Runner
 from paceline.models.qwen35 import Hidden
+from paceline.ops.features import keep_features
 from paceline.ops.kv import PagedTensor
 from paceline.state.pool import SpanRows, StatePool, Txn
 from paceline.state.shapes import StateShape
@@ -79,9 +80,17 @@ def at_positions(everything: Pair, contexts: Sequence[Context]) -> list[int]:
         starts = [pool.committed(lane) for lane in lanes]
         txn = pool.begin([SpanRows(*rows, "decode", drafting=True) for rows in zip(lanes, starts, fed, strict=True)])
         tokens = [c.text[start : start + rows] for c, start, rows in zip(contexts, starts, fed, strict=True)]
+        everything.drafter.catch_up(spans_of(lanes, contexts, starts), pool)
         forward(everything, txn, [token for part in tokens for token in part])
         pool.commit(txn, keep)
     return lanes
+
+
+def spans_of(lanes: Sequence[int], contexts: Sequence[Context], starts: Sequence[int], drafts: int = 0) -> list[VerifySpan]:
+    return [
+        VerifySpan(request_of(context), lane, start, context.text[start], drafts)
+        for lane, context, start in zip(lanes, contexts, starts, strict=True)
+    ]
 
 
 def admitted(pool: StatePool, tokens: int) -> int:
@@ -95,7 +104,10 @@ def forward(everything: Pair, txn: Txn, tokens: list[int]) -> Hidden:
     assert half is not None
     hidden, features = everything.target(torch.tensor(tokens), half.batch, half.target, everything.drafter.taps)
     assert features is not None
-    everything.drafter.project(features, half.batch, half.context)
+    if half.features is None:
+        everything.drafter.project(features, half.batch, half.context)
+    else:
+        keep_features(half.features, features, half.batch)
     return hidden
 
 
@@ -104,10 +116,8 @@ def one_round(everything: Pair, contexts: Sequence[Context]) -> list[Outcome]:
     lanes, drafter = at_positions(everything, contexts), everything.drafter
     assert [everything.pool.committed(lane) for lane in lanes] == [context.committed for context in contexts]
     block = drafter.block_size
-    spans = [
-        VerifySpan(request_of(context), lane, context.committed, context.text[context.committed], block - 1)
-        for lane, context in zip(lanes, contexts, strict=True)
-    ]
+    spans = spans_of(lanes, contexts, [context.committed for context in contexts], block - 1)
+    drafter.catch_up(spans, everything.pool)
     txn = everything.pool.begin([SpanRows(span.lane, span.start, block, "decode", drafting=True) for span in spans])
     anchors = torch.tensor([span.anchor for span in spans])
     packed, kinds, limits = drafter.pack(spans, len(spans), everything.pool.spare_lane)
@@ -202,7 +212,7 @@ def test_the_script_ends_on_before_and_behind_page_edges() -> None:
 
 
 class Scripted(DFlashDrafter):
-    """Stages context as the real drafter does and runs its block, but proposes a script: the coming tokens, but for one."""
+    """Makes context as the real drafter does and runs its block, but proposes a script: the coming tokens, but for one."""
 
     def __init__(self, everything: Pair) -> None:
         super().__init__(everything.drafter.model, everything.target)
@@ -221,9 +231,15 @@ class Scripted(DFlashDrafter):
 State = dict[str, Tensor]
 
 
-def state_of(pool: StatePool, lane: int) -> State:
-    """Everything committed of a lane, K/V in the order of positions; of the rings what a coming row may see."""
-    committed = pool.committed(lane)
+@torch.inference_mode()
+def state_of(runner: Runner, lane: int) -> State:
+    """Everything committed of a lane, K/V in the order of positions; of the rings what a coming row may see. Of what waits
+    for the drafter the context is made, but it goes on waiting."""
+    pool, drafter = runner.pool, runner.drafter
+    committed, projected = pool.committed(lane), pool._lanes[lane].projected
+    assert drafter is not None
+    drafter.catch_up([VerifySpan(greedy_request([0], 1), lane, committed, 0, 0)], pool)
+    pool._lanes[lane].projected = projected
     state = {"gdn": pool.gdn[:, lane], "history": pool.history[:, lane]}
     pages = pool.table[lane]
     for layer, caches in enumerate(zip(pool.k, pool.v, strict=True)):
@@ -263,7 +279,7 @@ def plain_steps(everything: Pair, request: Request) -> tuple[list[int], dict[int
     lane, first = prefilled(runner, request)
     tokens, states = [first], {}
     for position in range(len(request.prompt), len(request.prompt) + STEPS + BEYOND):
-        states[position] = state_of(runner.pool, lane)
+        states[position] = state_of(runner, lane)
         result = runner.run(Round((VerifySpan(request, lane, position, tokens[-1], 0),), ()))
         tokens += result.verify[0]
         runner.pool.check()
@@ -300,11 +316,11 @@ def test_any_rounds_equal_plain_steps(dtype: torch.dtype, cache: CacheType, slid
             spans.append(VerifySpan(request, lane, position, plain[index][0][step], drafts))
         result = runner.run(Round(tuple(spans), ()))
         runner.pool.check()
-        check_round(runner.pool, result, spans, scripted.wrong, plain)
+        check_round(runner, result, spans, scripted.wrong, plain)
 
 
 def check_round(
-    pool: StatePool,
+    runner: Runner,
     result: RoundResult,
     spans: Sequence[VerifySpan],
     wrong: dict[int, int],
@@ -314,9 +330,9 @@ def check_round(
         step = span.start - len(span.request.prompt)
         assert len(emitted) == (wrong[span.lane] or span.drafts + 1)
         assert list(emitted) == tokens[step + 1 : step + 1 + len(emitted)]
-        committed = pool.committed(span.lane)
+        committed = runner.pool.committed(span.lane)
         assert committed == span.start + len(emitted)
-        assert_same(state_of(pool, span.lane), states[committed], f"at {committed}, from {span.start}")
+        assert_same(state_of(runner, span.lane), states[committed], f"at {committed}, from {span.start}")
 
 
 @pytest.mark.parametrize(("dtype", "cache"), [(torch.float32, "f32"), (torch.bfloat16, "q8_0")], ids=["float32", "bfloat16"])
@@ -326,7 +342,7 @@ def test_a_prompt_may_be_cut_beside_others(dtype: torch.dtype, cache: CacheType)
     alone = pair(lanes=1, dtype=dtype, cache_type=cache, window=WINDOW).runner
     request = greedy_request(TEXTS[0][:213], 8)
     lane, token = prefilled(alone, request)
-    expected = state_of(alone.pool, lane)
+    expected = state_of(alone, lane)
 
     runner = pair(lanes=3, dtype=dtype, cache_type=cache, window=WINDOW).runner
     for cuts in ([0, 64, 213], [0, 128, 192, 213]):
@@ -342,6 +358,6 @@ def test_a_prompt_may_be_cut_beside_others(dtype: torch.dtype, cache: CacheType)
             runner.pool.check()
             last = result.verify[0][-1]
         assert result.prefill[-1] == token
-        assert_same(state_of(runner.pool, lane), expected, f"cut at {cuts[1:-1]}")
+        assert_same(state_of(runner, lane), expected, f"cut at {cuts[1:-1]}")
         for used in (beside, lane, other):
             runner.pool.release(used)

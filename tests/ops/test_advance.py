@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 
 from paceline.batch import facts, unpack
-from paceline.ops.advance import advance, input_tokens
+from paceline.ops.advance import advance, advance_counts, input_tokens
 
 
 def test_spans_move_and_count_what_there_is_room_for() -> None:
@@ -17,6 +17,12 @@ def test_spans_move_and_count_what_there_is_room_for() -> None:
     assert batch.positions.tolist() == [12, 13, 14, 25, 26, 38, 0, 0]
     assert batch.span_bases.tolist() == [12, 25, 38, 0, 0] and batch.span_lengths.tolist() == [3, 1, 0, 0, 0]
     assert anchors.tolist() == [51, 52, 50, 103, 104]
+
+
+def test_counts_grow_by_what_was_kept() -> None:
+    counts = torch.tensor([0, 4, 7])
+    advance_counts(torch.tensor([[8, 50], [2, 51]]), torch.tensor([1, -1, 0]), counts)
+    assert counts.tolist() == [2, 4, 15]
 
 
 def test_tokens_come_from_anchors_and_drafts() -> None:

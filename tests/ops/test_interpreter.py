@@ -24,10 +24,11 @@ from paceline.batch import PackedBatch, facts, pack, unpack
 from paceline.config import PAGE_SIZE, CacheType
 from paceline.ops.accept import accept
 from paceline.ops.activation import gated_heads, swiglu
-from paceline.ops.advance import advance, input_tokens
+from paceline.ops.advance import advance, advance_counts, input_tokens
 from paceline.ops.attention import attention, attention_inputs, gated_attention, value_bound
 from paceline.ops.conv import Convolved, advance_history, causal_conv, conv_history, dynamic_conv
 from paceline.ops.dispatch import force
+from paceline.ops.features import keep_features, kept_features
 from paceline.ops.gdn import gdn_inputs, gdn_prefill, gdn_replay, gdn_verify
 from paceline.ops.kv import PagedTensor, allocate_pages, row_slots, write_rows
 from paceline.ops.linear import Rows, TiledWeight, linear, merge
@@ -361,6 +362,26 @@ def test_inputs_advance(drafting: bool) -> None:
         results.append((batch.positions, batch.span_bases, batch.span_lengths, anchors, draws))
     for got, expected in zip(*results, strict=True):
         assert torch.equal(got, expected)
+
+
+def test_counts_advance() -> None:
+    ends, places = torch.tensor([[3, 90, 0], [8, 91, 0]])[:, :2], torch.arange(300) % 3 - 1
+    counts, expected = torch.arange(300).repeat(2, 1)
+    with force("kernel"):
+        advance_counts(ends, places, counts)
+    advance_counts(ends, places, expected)
+    assert torch.equal(counts, expected)
+
+
+@pytest.mark.parametrize("width", [40, 5000])
+def test_features(width: int) -> None:
+    batch = unpack("decode", torch.from_numpy(facts([5, 1, 4], [13, 7, 100], [2, 0, 3])), [5, 1, 4], [0] * 3, 10, 3)
+    rings, features = torch.randn(4, 8, width).repeat(2, 1, 1, 1), torch.randn(10, width)
+    keep_features(rings[0], features, batch)
+    with force("kernel"):
+        keep_features(rings[1], features, batch)
+        found = kept_features(rings[0], batch)
+    assert torch.equal(*rings) and torch.equal(found, features) and torch.equal(kept_features(rings[1], batch), features)
 
 
 @pytest.mark.parametrize("drafts", [None, 300])

@@ -12,8 +12,9 @@ from paceline.batch import PackedBatch, facts, unpack
 from paceline.config import PAGE_SIZE
 from paceline.ops.accept import accept
 from paceline.ops.accept import ref as acceptance
-from paceline.ops.advance import advance, input_tokens
+from paceline.ops.advance import advance, advance_counts, input_tokens
 from paceline.ops.advance import ref as advancing
+from paceline.ops.features import keep_features, kept_features
 from paceline.ops.kv import ref as storage
 from paceline.ops.kv import row_slots
 from paceline.ops.topk import peaks
@@ -60,6 +61,32 @@ def test_inputs_advance(lengths: list[int]) -> None:
         results.append([anchors, draws, *(x for f in fields(batch) if isinstance(x := getattr(batch, f.name), Tensor))])
     for one, other in zip(*results, strict=True):
         assert torch.equal(one.cpu(), other.cpu())
+
+
+@pytest.mark.parametrize("spans", [1, 9, 200])
+def test_counts_advance(spans: int) -> None:
+    ends, places, counts = torch.randint(0, 9, (7, 11)), torch.randint(-1, 7, (spans,)), torch.randint(0, 9, (spans,))
+    got = counts.cuda()
+    advance_counts(ends.cuda()[:, :2], places.cuda(), got)
+    advancing.advance_counts(ends[:, :2], places, counts)
+    assert torch.equal(got.cpu(), counts)
+
+
+@pytest.mark.parametrize("width", [1536, 25_600])
+def test_features(width: int) -> None:
+    """Two forwards, of which the second begins where the first has kept three rows."""
+    lengths, rows, spans = [8, 1, 5, 8], 24, 5
+    ring, features = torch.full((41, 16, width), torch.nan, device="cuda"), torch.randn(2, rows, width, device="cuda")
+    batch = batch_of(lengths, rows, spans, "cuda")
+    keep_features(ring, features[0], batch)
+    batch.positions.add_(3)
+    keep_features(ring, features[1], batch)
+    assert torch.equal(kept_features(ring, batch)[:22], features[1, :22])
+    batch.positions.sub_(3)
+    first = kept_features(ring, batch)
+    for start, length in zip((0, 8, 9, 14), lengths, strict=True):
+        kept = min(3, length)
+        assert torch.equal(first[start : start + kept], features[0, start : start + kept])
 
 
 @pytest.mark.parametrize("drafts", [None, (1, 7), (33, 7)])

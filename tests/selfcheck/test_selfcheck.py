@@ -37,12 +37,15 @@ NOT_ROWWISE = {
     "dequantize_rows",
     "accept",
     "advance",
+    "advance_counts",
     "input_tokens",
+    "keep_features",
+    "kept_features",
     "row_slots",
     "slots",
 }
-"""Functions of weights, sizes and spans, and of whole numbers only. ``dequantize_rows`` decodes through ``dequantize``; its
-own test compares bits."""
+"""Functions of weights, sizes and spans, and of whole numbers only; and what copies rows. ``dequantize_rows`` decodes
+through ``dequantize``; its own test compares bits."""
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

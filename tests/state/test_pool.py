@@ -14,14 +14,16 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from torch import Tensor
 
+import paceline.state.pool as pool_module
 from paceline.batch import pack
 from paceline.config import CHUNK_SIZE, PAGE_SIZE, DrafterConfig, TargetConfig
 from paceline.ops.conv import conv_history
+from paceline.ops.features import keep_features, kept_features
 from paceline.ops.gdn import gdn_replay
 from paceline.ops.kv import read_pages, slots, write_rows
 from paceline.state.pool import Half, LaneFork, SpanRows, StatePool, Txn
 from paceline.state.shapes import StateShape, kv_bytes_per_token, lane_bytes, pages_for, spare_bytes
-from paceline.views import AttentionView
+from paceline.views import AttentionView, ContextView
 
 BLOCK, WINDOW, MAX_CTX = 8, 60, 220
 KV, GDN, HEADS, DK, DV, TAPS = 2, 2, 2, 4, 4, 4
@@ -93,11 +95,21 @@ class Rows:
             return torch.randn(*shape, generator=random)
 
         self.kv = values(2, KV, MAX_CTX, 1, HEAD_DIM)
-        self.context = values(2, 2, MAX_CTX, 1, HEAD_DIM)
+        self.features = values(MAX_CTX, TARGET.hidden_size)
         self.raw = values(GDN, MAX_CTX, CHANNELS)
         self.k, self.d = values(GDN, MAX_CTX, 1, DK), values(GDN, MAX_CTX, HEADS, DV)
         self.g = -values(GDN, MAX_CTX, HEADS).abs()
         self.states = values(GDN, MAX_CTX, HEADS, DK, DV)
+
+    @property
+    def context(self) -> Tensor:
+        return projected(self.features)
+
+
+def projected(features: Tensor) -> Tensor:
+    """[keys and values, layers, N, 1, HEAD_DIM]: what a drafter would make of features [N, H]."""
+    repeated = features.repeat(1, HEAD_DIM // TARGET.hidden_size).unsqueeze(1)
+    return torch.stack([torch.stack([repeated * (1 + 2 * side + layer) for layer in range(2)]) for side in range(2)])
 
 
 JUNK = Rows(-1)
@@ -159,15 +171,35 @@ def forward(half: Half | None, sequences: dict[int, Sequence], right: dict[int, 
             ends = [sequences[lane].rows.states[gdn, start + length - 1] for lane, start, length in spans]
             view.advance(torch.stack(ends), conv_history(raw, view.history, batch.span_lengths, batch))
         gdn += 1
-    for layer, context in enumerate(half.context):
-        context.stage(
-            pick(lambda rows, at=(0, layer): rows.context[at]),  # type: ignore[misc]
-            pick(lambda rows, at=(1, layer): rows.context[at]),  # type: ignore[misc]
-        )
+    features = pick(lambda rows: rows.features)
+    if half.features is not None:
+        keep_features(half.features, features, batch)
+    stage(half.context, features)
+
+
+def stage(views: list[ContextView], features: Tensor) -> None:
+    for view, k, v in zip(views, *projected(features), strict=True) if views else ():
+        view.stage(k, v)
+
+
+def catch_up(pool: StatePool, spans: list[SpanRows]) -> None:
+    """Make the context that is missing of these lanes, in blocks: what is behind the committed rows is no part of it."""
+    if not spans:
+        return
+    counts, lanes = [pool.backlog(span.lane) for span in spans], [span.lane for span in spans]
+    bases = [span.start - count for span, count in zip(spans, counts, strict=True)]
+    batch, views = pack("decode", [BLOCK] * len(spans), bases, pool.device, lanes), pool.context_views()
+    assert pool.features is not None
+    stage(views, kept_features(pool.features, batch))
+    pool.write_context(views, torch.tensor(counts), batch)
+    pool.caught_up(lanes)
 
 
 def draft(pool: StatePool, txn: Txn) -> None:
-    """Write a block behind the context of each drafting lane."""
+    """Write a block behind the context of each drafting lane. Others catch up when they have to."""
+    catch_up(pool, [span for span in txn.spans if span.drafting])
+    waiting = [span for span in txn.of_kind("decode") if pool.backlog(span.lane) + span.length > BLOCK]
+    catch_up(pool, waiting)
     drafting = [(span.start, span.lane) for span in txn.spans if span.drafting]
     if not drafting:
         return
@@ -206,11 +238,16 @@ def assert_holds(pool: StatePool, lane: int, sequence: Sequence) -> None:
                 read = read_pages(cache, view.page_table[lane]).flatten(0, 1)[:n]
                 assert torch.equal(read, stored(rows.kv[side, layer, :n], cache))
             layer += 1
+    known = n - pool.backlog(lane)
     for layer, view in enumerate(pool.draft_views()):
         first = max(0, n - WINDOW + 1) if DRAFTER.sliding[layer] else 0
         for side, cache in enumerate((view.k, view.v)):
-            read = read_pages(cache, view.page_table[lane]).flatten(0, 1)[first:n]
-            assert torch.equal(read, rows.context[side, layer, first:n])
+            read = read_pages(cache, view.page_table[lane]).flatten(0, 1)[first:known]
+            assert torch.equal(read, rows.context[side, layer, first:known])
+    assert pool.features is not None
+    if known < n:
+        waiting = pack("decode", [n - known], [known], pool.device, [lane])
+        assert torch.equal(kept_features(pool.features, waiting), rows.features[known:n])
     pool.abort(txn)
 
 
@@ -283,8 +320,8 @@ def test_forks_share_full_pages_and_go_on_by_themselves(prompt: int) -> None:
     for lane, sequence in sequences.items():
         assert_holds(pool, lane, sequence)
         sequence.rows = deepcopy(sequence.rows)
-        for values in (sequence.rows.kv, sequence.rows.context):
-            values[:, :, prompt:] += lane
+        sequence.rows.kv[:, :, prompt:] += lane
+        sequence.rows.features[prompt:] += lane
     spans = [SpanRows(lane, prompt, BLOCK, "decode", drafting=True) for lane in sequences]
     run(pool, sequences, spans, {lane: 1 + 3 * index for index, lane in enumerate(sequences)})
     for lane, sequence in sequences.items():
@@ -315,9 +352,9 @@ def committed_bytes(pool: StatePool) -> list[Tensor]:
     return [pool.gdn.clone(), pool.history.clone()]
 
 
-@pytest.mark.parametrize("method", ["_write_context", "_reserve", "_half"])
-def test_a_failed_round_changes_nothing(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fault in the second half of begin or commit, when the first has been computed; then the round is run again."""
+@pytest.mark.parametrize(("method", "call"), [("write_context", 1), ("_reserve", 2), ("_half", 2)])
+def test_a_failed_round_changes_nothing(method: str, call: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fault in the second half of begin, or in commit, when the first has been computed; then the round is run again."""
     pool = new_pool()
     sequences = dict([prefilled(pool, 70, seed=1, total=100), prefilled(pool, 64, seed=2, total=160)])
     (first, one), (second, two) = sequences.items()
@@ -331,7 +368,7 @@ def test_a_failed_round_changes_nothing(method: str, monkeypatch: pytest.MonkeyP
         nonlocal calls
         result = original(self, *arguments)
         calls += 1
-        if calls == 2:
+        if calls == call:
             raise MemoryError("out of memory")
         return result
 
@@ -388,6 +425,7 @@ def test_commit_refuses_what_cannot_be_meant() -> None:
         (lambda pool, lane: pool.allocator.share(pool._lanes[lane].pages[:1]), "miscounted"),
         (lambda pool, lane: setattr(pool._lanes[lane], "committed", 3), "do not cover"),
         (lambda pool, lane: setattr(pool._lanes[lane], "reserved", 1), "outgrew"),
+        (lambda pool, lane: setattr(pool._lanes[lane], "projected", 64 - BLOCK - 1), "context is missing"),
         (lambda pool, lane: pool._free_lanes.pop(), "a lane is lost"),
         (lambda pool, lane: pool.begin([SpanRows(lane, 64, 1, "decode")]), "is open"),
     ],
@@ -447,7 +485,8 @@ def test_sizes_are_what_is_allocated() -> None:
     paged = size([*pool.k, *pool.v, pool.draft_k[1], pool.draft_v[1]])
     assert paged == kv_bytes_per_token(SHAPE) * (SHAPE.pages + 1) * PAGE_SIZE
     rings = size([pool.draft_k[0], pool.draft_v[0]]) * SHAPE.lanes * SHAPE.ring_pages // (SHAPE.lanes * SHAPE.ring_pages + 1)
-    states = pool.gdn.nbytes + pool.history.nbytes + sum(part.nbytes for part in pool.log)
+    assert pool.features is not None
+    states = pool.gdn.nbytes + pool.history.nbytes + sum(part.nbytes for part in pool.log) + pool.features.nbytes
     assert lane_bytes(SHAPE) * SHAPE.lanes + spare_bytes(SHAPE) == states + rings
     assert SHAPE.ring_pages * PAGE_SIZE >= WINDOW + BLOCK
 
@@ -499,7 +538,8 @@ class Pool(RuleBasedStateMachine):
                 forward(half, self.sequences, keep)
         if end == "fault":
             with pytest.MonkeyPatch.context() as patch, pytest.raises(MemoryError):
-                patch.setattr(StatePool, "_write_context", _out_of_memory)
+                patch.setattr(pool_module, "gdn_replay", _out_of_memory)
+                patch.setattr(StatePool, "write_context", _out_of_memory)
                 self.pool.commit(txn, [keep[span.lane] for span in spans])
         if end != "commit":
             self.pool.abort(txn)
@@ -531,7 +571,8 @@ class Pool(RuleBasedStateMachine):
             return SpanRows(lane, start, length, "prefill")
         length = data.draw(st.integers(1, min(BLOCK, sequence.total - start)), label="rows")
         ahead = data.draw(st.booleans(), label="ahead")
-        return SpanRows(lane, start, length, "decode", drafting=length > 1, ahead=ahead)
+        drafting = data.draw(st.booleans(), label="drafting")
+        return SpanRows(lane, start, length, "decode", drafting=drafting, ahead=ahead)
 
     def _keep(self, span: SpanRows, data: st.DataObject) -> int:
         return span.length if span.kind == "prefill" else data.draw(st.integers(1, span.length), label="keep")
@@ -544,7 +585,7 @@ class Pool(RuleBasedStateMachine):
         self.pool.check()
 
 
-def _out_of_memory(self: StatePool, half: Half, keep: list[int]) -> None:
+def _out_of_memory(*_: Any) -> None:
     raise MemoryError("out of memory")
 
 

@@ -44,6 +44,9 @@ class ScriptedDrafter:
     def project(self, features: Tensor, batch: PackedBatch, views: list[ContextView]) -> None:
         """Never asked: there are no taps."""
 
+    def catch_up(self, spans: Sequence[VerifySpan], pool: StatePool) -> None:
+        """Never asked either."""
+
     def propose(self, spans: Sequence[VerifySpan], pool: StatePool) -> Tensor:
         return torch.tensor([self._block(span) for span in spans], device=pool.device)
 

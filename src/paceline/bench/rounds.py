@@ -42,7 +42,7 @@ FAMILIES = {
     "embedding": r"_dequantize_rows",
     "drafter's own": r"_dynamic_conv|_walk|_scores",
     "top-k": r"_block_maxima|_select",
-    "between forwards": r"_accept|_advance$|_input_tokens|_row_slots",
+    "between forwards": r"_accept|_advance$|_advance_counts|_input_tokens|_row_slots|_copy_features",
     "sampling": r"_draw|_best_block|_gumbel|_block_masses|_cut_by|_search_pass",
     "copies": r"Memcpy|Memset",
     "torch": r"void at::|void \(anonymous namespace\)|at::|.*(elementwise|vectorized|reduce_kernel|index_)",

@@ -15,6 +15,7 @@ from paceline.engine.drafting import Drafter
 from paceline.engine.plan import VerifySpan
 from paceline.models.qwen35 import Qwen35
 from paceline.ops.advance import advance, input_tokens
+from paceline.ops.features import keep_features
 from paceline.state.pool import Half, StatePool
 from paceline.transfer import to_device
 
@@ -116,9 +117,11 @@ def decode_inputs(spans: Sequence[VerifySpan], block: int, pool: StatePool) -> D
 
 
 def verify_forward(target: Qwen35, drafter: Drafter | None, tokens: Tensor, half: Half) -> Tensor:
-    """Logits [N, V] of every row; what the rows add to the state is left in the views."""
+    """Logits [N, V] of every row; what the rows add to the state is left in the views, and their features where the drafter
+    will look for them."""
     taps = drafter.taps if drafter else ()
     hidden, features = target(tokens, half.batch, half.target, taps)
-    if drafter is not None and features is not None:
-        drafter.project(features, half.batch, half.context)
+    if features is not None:
+        assert half.features is not None, "features, and no place to keep them"
+        keep_features(half.features, features, half.batch)
     return target.logits(hidden)

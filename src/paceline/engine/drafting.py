@@ -9,12 +9,13 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
-from paceline.batch import PackedBatch, facts, unpack
+from paceline.batch import PackedBatch, facts, pack, unpack
 from paceline.engine.plan import VerifySpan
 from paceline.engine.rows import pack_draws
 from paceline.models.dflash import DFlash
 from paceline.models.qwen35 import Qwen35
-from paceline.ops.advance import advance
+from paceline.ops.advance import advance, advance_counts
+from paceline.ops.features import kept_features
 from paceline.sampling import Kind, SamplingRows, packed_size
 from paceline.state.pool import StatePool
 from paceline.transfer import to_device
@@ -28,10 +29,27 @@ class Drafter(Protocol):
     taps: tuple[int, ...]
 
     def project(self, features: Tensor, batch: PackedBatch, views: list[ContextView]) -> None:
-        """Turn the features of a forward's rows into context rows, staged for the commit."""
+        """Turn the features of a forward's rows into context rows, staged in the views."""
+
+    def catch_up(self, spans: Sequence[VerifySpan], pool: StatePool) -> None:
+        """Make context of all that the lanes of these spans have committed, in one forward."""
 
     def propose(self, spans: Sequence[VerifySpan], pool: StatePool) -> Tensor:
-        """Drafts [D, B - 1] for the drafting spans of a round, all lanes in one forward."""
+        """Drafts [D, B - 1] for the drafting spans of a round, all lanes in one forward, once they have caught up."""
+
+
+@dataclass(frozen=True, slots=True)
+class ContextInputs:
+    """Of each of D lanes B rows, from the first on that has features but no context; the first ``counts`` [D] of them are
+    committed. ``places`` as in ``DraftInputs``."""
+
+    batch: PackedBatch
+    counts: Tensor
+    places: Tensor
+
+    def advance(self, ends: Tensor) -> None:
+        """In place, to the rows that the round before has kept too: its ``ends`` [G, 2]."""
+        advance_counts(ends, self.places, self.counts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +78,26 @@ class DFlashDrafter:
     def project(self, features: Tensor, batch: PackedBatch, views: list[ContextView]) -> None:
         self.model.project(features, batch, views)
 
+    def catch_up(self, spans: Sequence[VerifySpan], pool: StatePool) -> None:
+        waiting = [(pool.backlog(span.lane), span) for span in spans if pool.backlog(span.lane)]
+        if not waiting:
+            return
+        lanes = [span.lane for _, span in waiting]
+        batch = pack(
+            "decode", [rows for rows, _ in waiting], [span.start - rows for rows, span in waiting], pool.device, lanes
+        )
+        self.make_context(batch, batch.span_lengths, pool)
+        pool.caught_up(lanes)
+
+    def make_context(self, batch: PackedBatch, counts: Tensor, pool: StatePool) -> None:
+        """Of the first ``counts`` [S] rows of each span, whose features the pool has kept."""
+        assert pool.features is not None, "a pool without features"
+        views = pool.context_views()
+        self.model.project(kept_features(pool.features, batch), batch, views)
+        pool.write_context(views, counts, batch)
+
     def propose(self, spans: Sequence[VerifySpan], pool: StatePool) -> Tensor:
+        self.catch_up(spans, pool)
         packed, kinds, limits = self.pack(spans, len(spans), pool.spare_lane)
         bases = [span.start for span in spans]
         return self.forward(self.unpack(to_device(packed, pool.device), bases, kinds, limits), pool.draft_views())
@@ -69,6 +106,27 @@ class DFlashDrafter:
         """Drafts [D, B - 1]."""
         embed, head = self.target.embed_tokens, self.target.lm_head
         return self.model.propose(inputs.anchors, embed, head, inputs.batch, views, inputs.rows)
+
+    def pack_context(
+        self, spans: Sequence[VerifySpan], lanes: int, pool: StatePool, places: Sequence[int] = ()
+    ) -> np.ndarray:
+        """All numbers of ``ContextInputs``, for one transfer; missing lanes and ``places`` as in ``pack``."""
+        missing = lanes - len(spans)
+        counts = [pool.backlog(span.lane) for span in spans] + [0] * missing
+        ends, owners = [span.start for span in spans] + [0] * missing, [span.lane for span in spans]
+        bases = [end - count for end, count in zip(ends, counts, strict=True)]
+        of_batch = facts([self.block_size] * lanes, bases, owners + [pool.spare_lane] * missing)
+        return np.concatenate((of_batch, counts, _padded(places, lanes)), dtype=np.int64)
+
+    def context_size(self, lanes: int) -> int:
+        """Length of the array that ``pack_context`` makes."""
+        return 2 * lanes * self.block_size + 6 * lanes
+
+    def unpack_context(self, packed: Tensor, bases: Sequence[int]) -> ContextInputs:
+        """Views of ``pack_context``'s array on a device."""
+        lanes, block = len(bases), self.block_size
+        of_batch, counts, places = packed.split((2 * lanes * block + 4 * lanes, lanes, lanes))
+        return ContextInputs(unpack("decode", of_batch, [block] * lanes, bases, lanes * block, lanes), counts, places)
 
     def pack(
         self, spans: Sequence[VerifySpan], lanes: int, spare_lane: int, places: Sequence[int] = ()
@@ -80,11 +138,10 @@ class DFlashDrafter:
         bases, owners = [span.start for span in spans] + [0] * missing, [span.lane for span in spans]
         of_batch = facts([block] * lanes, bases, owners + [spare_lane] * missing)
         anchors = np.array([span.anchor for span in spans] + [0] * missing, np.int64)
-        going_on = np.array([*places, *[-1] * (lanes - len(places))], np.int64)
         # draft i sits at position start + i, where the target's own draw for that position will use the same noise
         draws = [(span.request, span.start + slot) for span in spans for slot in range(1, block)]
         rows, kinds, limits = pack_draws(draws + draws[-1:] * (missing * (block - 1)))
-        return np.concatenate((of_batch, anchors, going_on, rows)), kinds, limits
+        return np.concatenate((of_batch, anchors, _padded(places, lanes), rows)), kinds, limits
 
     def packed_size(self, lanes: int) -> int:
         """Length of the array that ``pack`` makes."""
@@ -97,3 +154,7 @@ class DFlashDrafter:
         of_batch, anchors, places, rows = packed.split((facts_size, lanes, lanes, packed.shape[0] - facts_size - 2 * lanes))
         batch = unpack("decode", of_batch, [block] * lanes, bases, lanes * block, lanes)
         return DraftInputs(batch, anchors, places, SamplingRows.unpack(rows, kinds, limits))
+
+
+def _padded(places: Sequence[int], lanes: int) -> np.ndarray:
+    return np.array([*places, *[-1] * (lanes - len(places))], np.int64)

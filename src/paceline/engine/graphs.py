@@ -1,11 +1,11 @@
 """The decode half as CUDA graphs: the two forwards of a round, captured once per bucket and run by one launch each.
 
 Captured and not, it is the same functions on the same kernels. A verify graph is for so many rows and spans, a draft graph
-for so many lanes, a prefill graph for short prompts; what is missing is padding, which is of a lane and a page of nobody.
-Graphs of verify and draft forwards share their memory: one may overwrite what another captured before it has left, unless
-that is still held, and what the commit reads of a round's verify forward is held. Those of prompts may run beside them and
-have memory of their own, and one place for what each of them leaves: a round has one such forward, and the next round's does
-not begin before this round has been committed (``beside.py``).
+for so many lanes, and so is the graph that makes the context for it; a prefill graph is for short prompts. What is missing
+is padding, which is of a lane and a page of nobody. Graphs of verify and draft forwards share their memory, where each may
+overwrite what another has left: what is read later is copied, or in the pool. Those of prompts may run beside them and have
+memory of their own, and one place for what each of them leaves: a round has one such forward, and the next round's does not
+begin before this round has been committed (``beside.py``).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from paceline.engine.decode import (
     unpack_decode,
     verify_forward,
 )
-from paceline.engine.drafting import DFlashDrafter, Drafter, DraftInputs
+from paceline.engine.drafting import ContextInputs, DFlashDrafter, Drafter, DraftInputs
 from paceline.engine.memory import nothing_collected
 from paceline.engine.plan import PrefillSpan, VerifySpan
 from paceline.engine.prompts import (
@@ -72,6 +72,7 @@ class Graphs:
         vocab = target.config.vocab_size
         self._logits = torch.empty(max(shape.rows for shape in shapes), vocab, device=pool.device)
         self._verify: dict[int, list[CapturedVerify]] = {}
+        self._context: dict[int, CapturedContext] = {}
         self._draft: dict[int, CapturedDraft] = {}
         prompts = prompt_shapes(pool.shape.lanes)
         self._left = _Left.of(pool, prompts)
@@ -82,6 +83,7 @@ class Graphs:
             _progress(done, total, started)
         for done, lanes in enumerate(reversed(self._draft_buckets), len(shapes) + 1):
             assert isinstance(drafter, DFlashDrafter)
+            self._context[lanes] = self._capture_context(drafter, lanes)
             self._draft[lanes] = self._capture_draft(drafter, lanes)
             _progress(done, total, started)
         for done, prompt in enumerate(reversed(prompts), total - len(prompts) + 1):
@@ -113,20 +115,34 @@ class Graphs:
         captured = next(fitting, None)
         return captured.fed(spans) if captured else None
 
+    def catch_up(self, spans: Sequence[VerifySpan]) -> bool:
+        """Make context of all that the lanes of these spans have committed; False if there is no graph for so many."""
+        captured = self._context.get(self._draft_bucket(spans))
+        if captured is not None and any(self._pool.backlog(span.lane) for span in spans):
+            captured.run(spans)
+        return captured is not None
+
     def draft(self, spans: Sequence[VerifySpan]) -> Tensor | None:
-        """Drafts [>= D, B - 1] for the drafting spans; None if there is no graph for so many."""
-        captured = self._draft.get(_smallest(self._draft_buckets, len(spans)) or 0)
-        return captured.run(spans) if captured else None
+        """Drafts [>= D, B - 1] for the drafting spans, once they have caught up; None if there is no graph for so many."""
+        return self._draft[self._draft_bucket(spans)].run(spans) if self.catch_up(spans) else None
 
     def draft_behind(self, spans: Sequence[VerifySpan], places: Sequence[int], ends: Tensor) -> Tensor | None:
-        """Drafts for the round behind the one of these drafting spans, which go on from these ``places`` of its ``ends``
-        [G, 2]; None if there is no graph for so many."""
-        captured = self._draft.get(_smallest(self._draft_buckets, len(spans)) or 0)
-        return captured.run(spans, places, ends) if captured else None
+        """The same for the round behind the one of these drafting spans, which go on from these ``places`` of its ``ends``
+        [G, 2]."""
+        bucket = self._draft_bucket(spans)
+        if bucket not in self._draft:
+            return None
+        self._context[bucket].run(spans, places, ends)
+        return self._draft[bucket].run(spans, places, ends)
+
+    def _draft_bucket(self, spans: Sequence[VerifySpan]) -> int:
+        """0 if there is none for so many."""
+        return _smallest(self._draft_buckets, len(spans)) or 0
 
     def costs(self) -> tuple[dict[int, float], dict[tuple[int, int], float]]:
-        """Seconds of a draft forward by lanes, and of a verify forward by (spans, rows), as measured after capture."""
-        draft = {lanes: captured.seconds for lanes, captured in self._draft.items()}
+        """Seconds of a draft forward and its context by lanes, and of a verify forward by (spans, rows), as measured after
+        capture."""
+        draft = {lanes: captured.seconds + self._context[lanes].seconds for lanes, captured in self._draft.items()}
         return draft, {(spans, c.shape.rows): c.seconds for spans, row in self._verify.items() for c in row}
 
     def _capture_verify(self, shape: DecodeShape) -> CapturedVerify:
@@ -143,6 +159,18 @@ class Graphs:
 
         graph = self._captured(forward, self._decoding)
         return CapturedVerify(shape, graph, _seconds(graph), packed, inputs, tokens, logits, pool.spare_lane)
+
+    def _capture_context(self, drafter: DFlashDrafter, lanes: int) -> CapturedContext:
+        pool = self._pool
+        packed = torch.zeros(drafter.context_size(lanes), dtype=torch.long, device=pool.device)
+        inputs = drafter.unpack_context(packed, [pool.shape.max_ctx - 1] * lanes)
+        inputs.batch.lanes.fill_(pool.spare_lane)
+
+        def forward() -> None:
+            drafter.make_context(inputs.batch.without_plans(), inputs.counts, pool)
+
+        graph = self._captured(forward, self._decoding)
+        return CapturedContext(drafter, lanes, graph, _seconds(graph), packed, inputs, pool)
 
     def _capture_draft(self, drafter: DFlashDrafter, lanes: int) -> CapturedDraft:
         pool, rows = self._pool, lanes * (drafter.block_size - 1)
@@ -275,6 +303,27 @@ class CapturedPrefill:
         """The residual stream of the rows, with padding at the end."""
         self.graph.replay()
         return self.hidden
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedContext:
+    """What makes the context for a draft forward; ``packed``, of which ``inputs`` are views, is where it reads. It writes to
+    the pool."""
+
+    drafter: DFlashDrafter
+    lanes: int
+    graph: torch.cuda.CUDAGraph
+    seconds: float
+    packed: Tensor
+    inputs: ContextInputs
+    pool: StatePool
+
+    def run(self, spans: Sequence[VerifySpan], places: Sequence[int] = (), ends: Tensor | None = None) -> None:
+        """``places`` and ``ends`` as in ``CapturedDraft.run``."""
+        to_device(self.drafter.pack_context(spans, self.lanes, self.pool, places), self.packed.device, self.packed)
+        if ends is not None:
+            self.inputs.advance(ends)
+        self.graph.replay()
 
 
 @dataclass(frozen=True, slots=True)

@@ -106,6 +106,7 @@ class Runner:
             laid = self._laid(round.verify, begun)
             with clock.stage("draft"):
                 drafts = None if laid else self._draft(round.verify, begun, clock)
+                self._catch_up(round.verify)
             with clock.stage("verify"):
                 forward = self._begun_forward(round.verify, laid, begun, clock) if laid else None
                 verdict = self._verify(round.verify, forward, drafts, txn, scores)
@@ -191,6 +192,18 @@ class Runner:
         assert self.drafter is not None, "drafts planned without a drafter"
         captured = self.graphs.draft(drafting) if self.graphs else None
         return captured if captured is not None else self.drafter.propose(drafting, self.pool)
+
+    def _catch_up(self, spans: tuple[VerifySpan, ...]) -> None:
+        """Lanes that draft have caught up by now. Let the others do so, all together, before one of them has more features
+        waiting than are kept."""
+        pool = self.pool
+        pool.caught_up(span.lane for span in spans if span.drafting)
+        others = [span for span in spans if not span.drafting]
+        if any(pool.backlog(span.lane) + span.length > self._block_size for span in others):
+            assert self.drafter is not None, "features, and nobody who wants them"
+            if not (self.graphs and self.graphs.catch_up(others)):
+                self.drafter.catch_up(others, pool)
+            pool.caught_up(span.lane for span in others)
 
     @property
     def _block_size(self) -> int:

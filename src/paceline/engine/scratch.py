@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import astuple, dataclass
 
 from paceline.config import CHUNK_SIZE
-from paceline.engine.graphs import decode_shapes, prompt_shapes
+from paceline.engine.graphs import prompt_shapes
 from paceline.engine.pacing import IDLE_FACTOR
 from paceline.logprobs import ROWS_AT_ONCE
 from paceline.ops.attention import pieces_of
@@ -23,7 +23,7 @@ class Scratch:
     logprobs and, for a few rows at a time, those of a prompt and what is made of them; ``attention`` the partial results
     over the longest context; ``rows`` the activations of a forward; ``states`` what prompt chunks leave for the commit;
     ``dequantised`` the largest product's weight in 16 bits, as prompt rows multiply it; ``captured`` the same three of
-    captured prompt forwards, and what captured verify forwards leave for the commit."""
+    captured prompt forwards."""
 
     logits: int
     scores: int
@@ -66,15 +66,12 @@ def _state_bytes(shape: StateShape) -> int:
 
 def _captured(shape: StateShape) -> int:
     """Of prefill graphs, which share all of it, the states, the activations, the copies of the residual stream and of the
-    drafter's context rows, and a weight in 16 bits; of each verify graph the drafter's context rows (the joined product of
-    keys and values, and the keys once more)."""
+    drafter's context rows, and a weight in 16 bits."""
     drafter, prompts = shape.drafter, prompt_shapes(shape.lanes)
     context = drafter.num_layers * drafter.num_kv_heads * drafter.head_dim if drafter is not None else 0
     of_row = _numbers_per_row(shape) + 2 * shape.target.hidden_size + 2 * context
     total = max(prompt.spans for prompt in prompts) * _state_bytes(shape) + _F16 * _largest_product(shape)
-    total += _F32 * max(prompt.rows for prompt in prompts) * of_row
-    decode = decode_shapes(shape.lanes, drafter.block_size) if drafter is not None else []
-    return total + 3 * _F32 * sum(one.rows for one in decode) * context
+    return total + _F32 * max(prompt.rows for prompt in prompts) * of_row
 
 
 def _numbers_per_row(shape: StateShape) -> int:

@@ -1,8 +1,11 @@
 """``StatePool`` owns all state of all lanes, and changes it in one place: ``commit``.
 
 A round opens a transaction, its forwards read committed state and leave what they add either at positions that are not yet
-visible (K/V pages) or in the transaction (replay logs, new prefill states, raw convolution inputs, drafter context rows).
-``commit`` moves everything together; after ``abort`` every committed byte is as it was.
+visible (K/V pages, features) or in the transaction (replay logs, new prefill states, raw convolution inputs, the drafter's
+context of prompts). ``commit`` moves everything together; after ``abort`` every committed byte is as it was.
+
+Generated rows leave features, and their context is made when the drafter is asked next, or when enough of them wait
+(``backlog``): where nobody drafts that is once for many rounds.
 """
 
 from __future__ import annotations
@@ -51,11 +54,13 @@ class LaneFork:
 
 @dataclass(slots=True)
 class Half:
-    """The spans of one kind in a transaction as a forward sees them: their batch, and the views that it reads and fills."""
+    """The spans of one kind in a transaction as a forward sees them: their batch, and the views that it reads and fills. For
+    the drafter, a prefill forward stages ``context``, and a verify forward keeps its ``features`` [lanes, R, F]."""
 
     batch: PackedBatch
     target: TargetViews
     context: list[ContextView]
+    features: Tensor | None
 
     def afresh(self) -> Half:
         """The same views for other contents of the batch's tensors."""
@@ -77,12 +82,14 @@ class Txn:
 
 @dataclass(slots=True)
 class _Lane:
-    """``committed`` tokens are in state; ``pages`` cover them (and, inside a transaction, the round's rows; behind it, what
-    has been run ahead), of which those that are full may be shared with other lanes; ``reserved`` pages may be owned at
-    most. A ``fresh`` lane's state is somebody else's until its first round zeroes it, or a fork is committed into it.
-    ``reading``: where prompt rows end that a forward is over whose round has not come."""
+    """``committed`` tokens are in state, ``projected`` of them in the drafter's context too; ``pages`` cover them (and,
+    inside a transaction, the round's rows; behind it, what has been run ahead), of which those that are full may be shared
+    with other lanes; ``reserved`` pages may be owned at most. A ``fresh`` lane's state is somebody else's until its first
+    round zeroes it, or a fork is committed into it. ``reading``: where prompt rows end that a forward is over whose round
+    has not come."""
 
     committed: int = 0
+    projected: int = 0
     pages: list[int] = field(default_factory=list)
     reserved: int = 0
     fresh: bool = True
@@ -124,6 +131,7 @@ class StatePool:
             kv = (pages, drafter.num_kv_heads, drafter.head_dim, device)
             self.draft_k.append(allocate_pages(shape.draft_cache_type, *kv))
             self.draft_v.append(allocate_pages(shape.draft_cache_type, *kv))
+        self.features = torch.zeros(lanes, shape.feature_rows, shape.features, device=device) if drafter else None
         # pages of every PAGE_SIZE positions of every lane: the allocator's, kept on both sides, and the rings'. Prompts have
         # a table of their own: a forward over decode rows may have been begun for a lane that is gone, and must not find
         # there the pages of who has the lane now
@@ -186,6 +194,15 @@ class StatePool:
 
     def committed(self, lane: int) -> int:
         return self._lanes[lane].committed
+
+    def backlog(self, lane: int) -> int:
+        """The last tokens of a lane of which there are features, but no context: at most a drafter's block."""
+        return self._lanes[lane].committed - self._lanes[lane].projected
+
+    def caught_up(self, lanes: Iterable[int]) -> None:
+        """The context of all that these lanes have committed has been made, with ``write_context``."""
+        for lane in lanes:
+            self._lanes[lane].projected = self._lanes[lane].committed
 
     # -- the transaction -----------------------------------------------------------------------------------------------
 
@@ -287,10 +304,8 @@ class StatePool:
         assert txn is self._open, "not the open transaction"
         # First all that computes, and may therefore fail; what it overwrites, a retry of the round overwrites again. Then
         # the replay, which changes every lane or none, and after it nothing but copies into place.
-        if txn.decode:
-            self._write_context(txn.decode, keep)
-        if txn.prefill:
-            self._write_context(txn.prefill, txn.prefill.batch.span_lengths)
+        if txn.prefill and txn.prefill.context:
+            self.write_context(txn.prefill.context, txn.prefill.batch.span_lengths, txn.prefill.batch)
         prompts = txn.of_kind("prefill")
         advanced = self._advanced(txn.prefill, [span.lane for span in prompts]) if txn.prefill else None
         if txn.decode:
@@ -321,10 +336,14 @@ class StatePool:
         assert txn is self._open, "not the open transaction"
         _check_keep(txn, keep)
         for span, rows in zip(txn.spans, keep, strict=True):
-            self._lanes[span.lane].committed += rows
+            lane = self._lanes[span.lane]
+            lane.committed += rows
+            if span.kind == "prefill" or self.features is None:
+                lane.projected = lane.committed
+            assert self.backlog(span.lane) <= self.shape.draft_rows, "features of committed rows are lost"
         for fork in txn.forks:
-            lane = self._lanes[fork.lane]
-            lane.committed, lane.fresh = self._lanes[fork.source].committed, False
+            lane, source = self._lanes[fork.lane], self._lanes[fork.source]
+            lane.committed, lane.projected, lane.fresh = source.committed, source.projected, False
         self._close()
 
     def abort(self, txn: Txn) -> None:
@@ -348,18 +367,17 @@ class StatePool:
                 self._table_changed()
         self._open = None
 
-    def _write_context(self, half: Half, keep: Tensor) -> None:
-        """Store the drafter context rows among the first ``keep`` [S] of each span."""
+    def write_context(self, views: Sequence[ContextView], keep: Tensor, batch: PackedBatch) -> None:
+        """Store the context rows in ``views``, one for each drafter layer, among the first ``keep`` [S] of each span."""
         drafter, staged = self.shape.drafter, []
-        if drafter is None or not half.context:
-            return
-        for layer, view in enumerate(half.context):
+        assert drafter is not None, "context without a drafter"
+        for layer, view in enumerate(views):
             assert view.k is not None and view.v is not None, "the forward left no drafter context"
             ring = self.shape.ring_pages * PAGE_SIZE if drafter.sliding[layer] else None
             table = self.table if ring is None else self.ring_table
             staged.append(StagedRows(self.draft_k[layer], view.k, table, ring))
             staged.append(StagedRows(self.draft_v[layer], view.v, table, ring))
-        write_kept(staged, keep, half.batch)
+        write_kept(staged, keep, batch)
 
     def _advanced(self, half: Half, lanes: list[int]) -> tuple[list[Tensor], list[Tensor]]:
         """What to overwrite in the lanes of a prefill forward's first spans, layer by layer, and with what."""
@@ -398,7 +416,13 @@ class StatePool:
                 log = ReplayLog(*(part[index] for part in self.log)) if batch.kind == "decode" else None
                 own = GdnRoom(*(part[index] for part in room)) if room else None
                 layers.append(GdnView(self.gdn[index], self.history[index], log, own))
-        return Half(batch, TargetViews(layers), [ContextView() for _ in self.draft_k])
+        if batch.kind == "prefill":
+            return Half(batch, TargetViews(layers), self.context_views(), None)
+        return Half(batch, TargetViews(layers), [], self.features)
+
+    def context_views(self) -> list[ContextView]:
+        """Empty ones, for each drafter layer."""
+        return [ContextView() for _ in self.draft_k]
 
     def prompt_room(self, spans: int) -> GdnRoom:
         """Room, in all layers, for what a prefill forward of up to so many spans leaves for the commit."""
@@ -432,6 +456,7 @@ class StatePool:
             assert all(owners[page] == 1 for page in lane.pages[full:]), f"lane {number} would write to a shared page"
             pages, ahead = pages_for(lane.committed), pages_for(max(lane.committed + self._room_ahead, lane.reading))
             assert pages <= len(lane.pages) <= ahead, f"lane {number}: pages do not cover its tokens, or too many"
+            assert 0 <= self.backlog(number) <= self.shape.draft_rows, f"lane {number}: context is missing"
             assert len(lane.pages) <= lane.reserved, f"lane {number} outgrew its reservation"
         assert self._reserved <= self.allocator.total, "more reserved than there is"
         assert sorted([*self._lanes, *self._free_lanes]) == list(range(self.shape.lanes)), "a lane is lost"

@@ -31,6 +31,16 @@ class StateShape:
         return self.drafter.block_size if self.drafter else 0
 
     @property
+    def features(self) -> int:
+        """Numbers that the drafter is told about a token (0 without a drafter)."""
+        return len(self.drafter.target_layer_ids) * self.target.hidden_size if self.drafter else 0
+
+    @property
+    def feature_rows(self) -> int:
+        """Rows of a lane whose features are kept: as many as may wait for the drafter, and those of a verify span."""
+        return 2 * self.draft_rows
+
+    @property
     def pages(self) -> int:
         return -(-self.pool_tokens // PAGE_SIZE)
 
@@ -77,9 +87,10 @@ def kv_bytes_per_token(shape: StateShape) -> int:
 
 
 def lane_bytes(shape: StateShape) -> int:
-    """Bytes per lane whatever its context: Gated-DeltaNet state, convolution history, replay log, the drafter's rings."""
+    """Bytes per lane whatever its context: Gated-DeltaNet state, convolution history, replay log, features that wait, the
+    drafter's rings."""
     drafter = shape.drafter
-    total = _state_bytes(shape) + max(1, shape.draft_rows) * _log_bytes(shape)
+    total = _state_bytes(shape) + max(1, shape.draft_rows) * _log_bytes(shape) + _feature_bytes(shape)
     if drafter:
         per_token = bytes_per_token(shape.draft_cache_type, drafter.num_kv_heads, drafter.head_dim)
         total += 2 * drafter.sliding.count(True) * shape.ring_pages * PAGE_SIZE * per_token
@@ -88,7 +99,11 @@ def lane_bytes(shape: StateShape) -> int:
 
 def spare_bytes(shape: StateShape) -> int:
     """Bytes of the lane that the padding of a batch is of."""
-    return _state_bytes(shape) + _log_bytes(shape)
+    return _state_bytes(shape) + _log_bytes(shape) + _feature_bytes(shape)
+
+
+def _feature_bytes(shape: StateShape) -> int:
+    return 4 * shape.feature_rows * shape.features
 
 
 def _state_bytes(shape: StateShape) -> int:

@@ -6,6 +6,7 @@ from paceline.ops.dispatch import by_device
 _KERNEL = "paceline.ops.advance.kernel"
 
 advance = by_device(ref.advance, _KERNEL)
+advance_counts = by_device(ref.advance_counts, _KERNEL)
 input_tokens = by_device(ref.input_tokens, _KERNEL)
 
-__all__ = ["advance", "input_tokens"]
+__all__ = ["advance", "advance_counts", "input_tokens"]

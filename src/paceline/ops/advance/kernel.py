@@ -38,6 +38,11 @@ def advance(
     )
 
 
+def advance_counts(ends: Tensor, places: Tensor, counts: Tensor) -> None:
+    spans = counts.shape[0]
+    _advance_counts[triton.cdiv(spans, _BLOCK.value),](ends, places, counts, spans, ends.stride(0), **pdl(counts.device))
+
+
 def input_tokens(anchors: Tensor, sources: Tensor, drafts: Tensor | None, out: Tensor) -> None:
     rows = out.shape[0]
     if drafts is not None:
@@ -86,6 +91,16 @@ def _advance(
         room = tl.load(limits + at, mask=gone_on, other=0) - moved
         length = tl.minimum(tl.load(lengths + at, mask=gone_on, other=0), room)
         tl.store(lengths + at, tl.maximum(length, 0), mask=gone_on)
+
+
+@triton.jit(do_not_specialize=["spans", "ends_stride"], do_not_specialize_on_alignment=["ends", "places", "counts"])
+def _advance_counts(ends, places, counts, spans, ends_stride, PDL: tl.constexpr):
+    await_turn(PDL)
+    at = tl.program_id(0) * _BLOCK + tl.arange(0, _BLOCK)
+    place = tl.load(places + at, mask=at < spans, other=-1)
+    gone_on = place >= 0
+    moved = tl.load(ends + place * ends_stride, mask=gone_on, other=0)
+    tl.store(counts + at, tl.load(counts + at, mask=gone_on, other=0) + moved, mask=gone_on)
 
 
 @triton.jit(do_not_specialize=["rows", "spans"], do_not_specialize_on_alignment=["anchors", "sources", "drafts", "out"])

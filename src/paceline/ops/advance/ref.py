@@ -36,6 +36,12 @@ def advance(
         draws.view(len(places), -1).add_(moved[:, None])
 
 
+def advance_counts(ends: Tensor, places: Tensor, counts: Tensor) -> None:
+    """Add to ``counts`` [S] int64 what the lanes of the round before have kept, in place: ``ends`` and ``places`` are those
+    of ``advance``."""
+    counts.add_(torch.where(places >= 0, ends[places.clamp(min=0), 0], 0))
+
+
 def input_tokens(anchors: Tensor, sources: Tensor, drafts: Tensor | None, out: Tensor) -> None:
     """``out`` [N]: row r's token is entry ``sources[r]`` ([N] int64) of anchors [S] and, behind them, drafts [D, B - 1]."""
     choices = anchors if drafts is None else torch.cat((anchors, drafts.flatten()))
