@@ -578,7 +578,49 @@ def test_an_idle_engine_waits_for_as_many_as_there_were(
     busy = [run.waits[start + 1 : end] for start, end in zip(starts, starts[1:], strict=False)]
     assert [sum(wait is not None and wait > 0.1 for wait in period) for period in busy] == waits
     for period in (period for period, long in zip(busy, waits, strict=True) if not long):
-        assert any(wait is not None and 0.0 < wait <= 0.05 for wait in period), "a little for anybody"
+        assert any(wait is not None and 0.0 < wait <= 0.075 for wait in period), "a little for anybody"
+    assert begun == together
+
+
+@dataclass
+class Timed(Run):
+    """Messages come at given times (seconds). Rounds take none."""
+
+    times: list[float] = field(default_factory=list)
+    now: float = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def get(self, timeout: float | None) -> Message | None:
+        idle = timeout in (None, IDLE_SECONDS)
+        if self.messages and (idle or self.times[0] <= self.now + (timeout or 0.0)):
+            self.now = max(self.now, self.times.pop(0))
+            return self.messages.pop(0)
+        self.now += timeout or 0.0
+        return Stop() if timeout is None else None
+
+
+@pytest.mark.parametrize(("gaps", "together"), [((2, 2, 2), [1, 4]), ((2, 4, 2), [1, 2, 2]), ((4, 1, 1), [1, 1, 3])])
+def test_who_was_alone_is_joined_by_a_burst(
+    bench: Workbench,
+    prompts: list[tuple[int, ...]],
+    gaps: tuple[int, ...],
+    together: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of requests that come so many milliseconds one after another, where 3 are waited for the next."""
+    parts = bench.parts(Case("six lanes", lanes=6, threads=1), {})
+    run = Timed([Submit(request(parts, name, prompts[0], 2)) for name in "01234"])
+    run.times = [0.0, *(1.0 + sum(gaps[:count]) / 1000 for count in range(len(gaps) + 1))]
+    begun: list[int] = []
+    monkeypatch.setattr("paceline.engine.loop.time", run)
+
+    def watch(round: Round, result: RoundResult) -> None:
+        begun.extend([len(round.prefill)] * bool(round.prefill))
+
+    EngineLoop(parts.runner, parts.scheduler, run, run.hear, coalesce_seconds=0.02, observe=watch).run()
+    assert run.reasons() == dict.fromkeys("01234", "length")
     assert begun == together
 
 

@@ -18,7 +18,7 @@ from paceline.types import Emission, EngineStats, Request
 
 log = logging.getLogger("paceline.engine")
 
-_ALONE = 0.1
+_ALONE = 0.15
 """The part of the window that is waited for nobody in particular."""
 
 
@@ -104,19 +104,23 @@ class EngineLoop:
 
     def _receive(self) -> list[Emission]:
         """Handle what has come in. From idle, the first request opens a short window in which others may join it, as many as
-        there were the last time. Who was alone then waits a fraction of it, for those who were sent with it."""
+        there were the last time. For more than that a fraction of it is waited, each time that one comes: where there are
+        more, they were sent together."""
         if not self.scheduler.idle:
             emissions = self._drain(0.0) + self._compiled()
             self._most = max(self._most, len(self.scheduler.requests()))
             return emissions
         emissions = self._handle(self._first()) + self._compiled()
-        opened = time.monotonic()
+        opened = latest = time.monotonic()
         while not self.scheduler.idle and not self._stopping:
-            company = len(self.scheduler.requests())
-            until = opened + self.coalesce_seconds * (1.0 if company < self._most else _ALONE)
+            company, until = len(self.scheduler.requests()), opened + self.coalesce_seconds
+            if company >= self._most:
+                since = opened if company == self._most else latest
+                until = min(until, since + _ALONE * self.coalesce_seconds)
             message = self.inbox.get(max(0.0, until - time.monotonic()))
             if message is None:
                 break
+            latest = time.monotonic()
             emissions += self._handle(message) + self._compiled()
         self._most = len(self.scheduler.requests()) or self._most
         return emissions
