@@ -22,6 +22,14 @@ if TYPE_CHECKING:
     from paceline.weights.tokenizer import Tokenizer
 
 
+LONGEST = ("test_law", "test_goldens", "test_faults", "test_loop", "test_commands", "test_serve", "test_lanes", "test_run")
+"""Modules of half a minute and more. A module is one worker's: begun late, one of them would be waited for."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
+
+
 @pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:
     """One thread in the tests and in the processes that they start. Results do not depend on it (tests of that set their
