@@ -1,28 +1,22 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import socket
-import subprocess
-import sys
 import textwrap
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator
 
 import httpx
 import pytest
+from forked import Parent, Program
 from scripted import eventually
 
 from paceline.errors import LoadError
 from paceline.server.run import serve
 from paceline.server.service import Backend
 
-HERE = Path(__file__).parent
-
 PROGRAM = """
 import os, signal, sys, threading, time
-sys.path.insert(0, {here!r})
 from scripted import *
 from paceline.errors import LoadError
 from paceline.server import run
@@ -47,17 +41,24 @@ def free_port() -> int:
         return port
 
 
-@contextlib.contextmanager
-def serving(load: str, port: int, drain: float = 0.3) -> Iterator[subprocess.Popen[str]]:
-    program = PROGRAM.format(here=str(HERE), load=textwrap.dedent(load), port=port, drain=drain)
-    process = subprocess.Popen(
-        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=dict(os.environ)
-    )
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
+Serving = Callable[..., contextlib.AbstractContextManager[Program]]
+
+
+@pytest.fixture(scope="module")
+def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    """Runs ``PROGRAM`` with this ``load``."""
+    parent = Parent(tmp_path_factory.mktemp("outputs"))
+
+    @contextlib.contextmanager
+    def run(load: str, port: int, drain: float = 0.3) -> Iterator[Program]:
+        process = Program(parent, PROGRAM.format(load=textwrap.dedent(load), port=port, drain=drain))
+        try:
+            yield process
+        finally:
+            process.kill()
+
+    yield run
+    parent.close()
 
 
 def health(port: int) -> int | None:
@@ -68,7 +69,7 @@ def health(port: int) -> int | None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_streams_closes_the_engine_and_exits_with_0(number: signal.Signals) -> None:
+def test_a_signal_ends_streams_closes_the_engine_and_exits_with_0(number: signal.Signals, serving: Serving) -> None:
     port = free_port()
     with serving("load = backend", port) as process:
         assert eventually(lambda: health(port) == 200, 20)
@@ -85,7 +86,7 @@ def test_a_signal_ends_streams_closes_the_engine_and_exits_with_0(number: signal
     assert closed == "closed True"
 
 
-def test_a_signal_lets_a_running_answer_end() -> None:
+def test_a_signal_lets_a_running_answer_end(serving: Serving) -> None:
     """The client hears all of it, and nobody new is let in."""
     port = free_port()
     slow = """
@@ -113,7 +114,7 @@ def test_a_signal_lets_a_running_answer_end() -> None:
     assert sum('"text": "' in line or '"text":"' in line for line in [first, *rest]) >= 5
 
 
-def test_a_body_that_does_not_come_does_not_hold_up_the_end() -> None:
+def test_a_body_that_does_not_come_does_not_hold_up_the_end(serving: Serving) -> None:
     port = free_port()
     with serving("load = backend", port) as process:
         assert eventually(lambda: health(port) == 200, 20)
@@ -129,7 +130,7 @@ def test_a_body_that_does_not_come_does_not_hold_up_the_end() -> None:
     assert answer.startswith(b"HTTP/1.1 503") and b"shutting down" in answer
 
 
-def test_health_is_503_while_the_engine_loads() -> None:
+def test_health_is_503_while_the_engine_loads(serving: Serving) -> None:
     port = free_port()
     with serving("load = threading.Event().wait", port) as process:
         assert eventually(lambda: health(port) == 503, 20)
@@ -138,7 +139,7 @@ def test_health_is_503_while_the_engine_loads() -> None:
     assert process.returncode == 0
 
 
-def test_an_engine_that_is_loaded_too_late_is_closed() -> None:
+def test_an_engine_that_is_loaded_too_late_is_closed(serving: Serving) -> None:
     load = """
     def load():
         os.kill(os.getpid(), signal.SIGTERM)
@@ -154,7 +155,7 @@ def test_an_engine_that_is_loaded_too_late_is_closed() -> None:
     assert "Serving" not in out and "in the end True" in out
 
 
-def test_a_load_that_fails_because_of_a_signal_is_no_fault() -> None:
+def test_a_load_that_fails_because_of_a_signal_is_no_fault(serving: Serving) -> None:
     load = """
     def load():
         os.kill(os.getpid(), signal.SIGTERM)
@@ -173,13 +174,13 @@ def test_a_load_that_fails_because_of_a_signal_is_no_fault() -> None:
         ("def load(): raise MemoryError('no room')", "error: cannot load: no room\n"),
     ],
 )
-def test_a_failed_load_is_one_line_and_exit_code_1(load: str, expected: str) -> None:
+def test_a_failed_load_is_one_line_and_exit_code_1(load: str, expected: str, serving: Serving) -> None:
     with serving(load, free_port()) as process:
         _, err = process.communicate(timeout=20)
     assert (process.returncode, err) == (1, expected)
 
 
-def test_a_port_in_use_is_one_line_and_exit_code_1() -> None:
+def test_a_port_in_use_is_one_line_and_exit_code_1(serving: Serving) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         with serving("def load(): raise AssertionError('nothing may be loaded')", port) as process:
@@ -187,7 +188,7 @@ def test_a_port_in_use_is_one_line_and_exit_code_1() -> None:
     assert (process.returncode, err) == (1, f"error: cannot listen on 127.0.0.1:{port}: Address already in use\n")
 
 
-def test_a_dead_engine_ends_the_process_with_1() -> None:
+def test_a_dead_engine_ends_the_process_with_1(serving: Serving) -> None:
     port = free_port()
     load = """
     def load():
