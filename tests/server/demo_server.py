@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 from scripted import Running, running
 
@@ -14,6 +15,14 @@ from paceline.engine.engine import Engine
 from paceline.engine.plan import Round, RoundResult
 from paceline.server.service import Backend
 from paceline.weights.load import open_target
+
+Said = TypeVar("Said")
+
+
+def at_once(*asks: Callable[[], Said]) -> list[Said]:
+    """The answers to requests that are sent together, so that they share their rounds."""
+    with ThreadPoolExecutor(len(asks)) as clients:
+        return list(clients.map(lambda ask: ask(), asks))
 
 
 @contextlib.contextmanager

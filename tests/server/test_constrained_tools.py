@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import Any, Literal
 
 import anthropic
 import httpx
 import openai
 import pydantic
+from demo_server import at_once
 from scripted import Running
 from test_tools import ASK, CHAT, XML_TEMPLATE
 
@@ -84,15 +86,19 @@ def test_the_client_parses_calls(demo_client: openai.OpenAI) -> None:
 
 def test_text_is_as_free_as_without_the_schema(demo: Running) -> None:
     trigger = {str(token): -100 for token in encoded(demo, "<tool_call>")}
-    texts = [ask(demo, tools=[tool], logit_bias=trigger, max_tokens=30)["message"] for tool in (TURN, loose(TURN))]
+    asks = (partial(ask, demo, tools=[tool], logit_bias=trigger, max_tokens=30) for tool in (TURN, loose(TURN)))
+    texts = [choice["message"] for choice in at_once(*asks)]
     assert texts[0] == texts[1] and texts[0]["content"]
 
 
 def test_a_choice_is_kept_with_its_schema(demo: Running) -> None:
-    for tools in ([QUERY, TURN], [loose(QUERY), loose(TURN)]):
-        assert len(checked(ask(demo, tools=tools, tool_choice="required"))) == 1
-        named = {"type": "function", "function": {"name": "turn"}}
-        assert checked(ask(demo, tools=tools, tool_choice=named, temperature=1.3)) == ["turn"]
+    named = {"type": "function", "function": {"name": "turn"}}
+    strict = partial(ask, demo, tools=[QUERY, TURN])
+    others = partial(ask, demo, tools=[loose(QUERY), loose(TURN)])
+    required = [partial(asked, tool_choice="required") for asked in (strict, others)]
+    told = [partial(asked, tool_choice=named, temperature=1.3) for asked in (strict, others)]
+    calls = [*map(checked, at_once(*required, *told))]
+    assert [len(each) for each in calls[:2]] == [1, 1] and calls[2:] == [["turn"], ["turn"]]
 
 
 def test_calls_behind_a_thought_and_in_the_other_form(demo: Running) -> None:
@@ -105,8 +111,8 @@ def test_calls_behind_a_thought_and_in_the_other_form(demo: Running) -> None:
             demo.service.attach(Backend(backend.handle, backend.tokenizer, ChatTemplate(source)))
             thinks = source.endswith(thought)
             asked = {"tools": [TURN]} | ({"thinking_budget": 9} if thinks else {})
-            for more in ({"tool_choice": "required"}, {"logit_bias": trigger}):
-                answer = ask(demo, **asked, **more)
+            ways: tuple[dict[str, Any], ...] = ({"tool_choice": "required"}, {"logit_bias": trigger})
+            for answer in at_once(*(partial(ask, demo, **asked, **more) for more in ways)):
                 assert checked(answer) == ["turn"] and bool(answer["message"].get("reasoning_content")) == thinks
     finally:
         demo.service.attach(backend)
@@ -115,10 +121,14 @@ def test_calls_behind_a_thought_and_in_the_other_form(demo: Running) -> None:
 def test_an_answer_of_a_format_or_a_call(demo: Running) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": [{"ok": True}, {"ok": False}]}}}
     trigger = {str(encoded(demo, "<tool_call>")[0]): -100}
-    said = ask(demo, tools=[TURN], response_format=form, logit_bias=trigger)
+    asked = partial(ask, demo, tools=[TURN], response_format=form)
+    said, called, required = at_once(
+        partial(asked, logit_bias=trigger),
+        partial(asked, logit_bias=dict.fromkeys(trigger, 60)),
+        partial(asked, tool_choice="required"),
+    )
     assert said["finish_reason"] == "stop" and json.loads(said["message"]["content"])["ok"] in (True, False)
-    assert checked(ask(demo, tools=[TURN], response_format=form, logit_bias=dict.fromkeys(trigger, 60)))
-    assert checked(ask(demo, tools=[TURN], response_format=form, tool_choice="required"))
+    assert checked(called) and checked(required)
 
 
 def test_responses_and_messages(demo: Running, demo_client: openai.OpenAI) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+from functools import partial
 from typing import Any, Literal
 
 import httpx
 import openai
 import pydantic
 import pytest
+from demo_server import at_once
 from scripted import Running
 from test_tools import QUERY
 
@@ -59,33 +61,40 @@ def test_the_client_parses_a_model(demo_client: openai.OpenAI, temperature: floa
 
 def test_a_stream_is_the_same_answer(demo_client: openai.OpenAI) -> None:
     asked: dict[str, Any] = {"model": "demo", "messages": ASK, "temperature": 0.7, "seed": 2, "max_tokens": 150}
-    whole = demo_client.chat.completions.parse(response_format=Person, **asked)
-    with demo_client.chat.completions.stream(response_format=Person, **asked) as stream:
-        for _ in stream:
-            pass
-        final = stream.get_final_completion()
+
+    def streamed() -> Any:
+        with demo_client.chat.completions.stream(response_format=Person, **asked) as stream:
+            return stream.get_final_completion()
+
+    whole, final = at_once(partial(demo_client.chat.completions.parse, response_format=Person, **asked), streamed)
     assert final.choices[0].message.parsed == whole.choices[0].message.parsed is not None
     assert final.choices[0].message.content == whole.choices[0].message.content
 
 
 def test_every_form_is_followed(demo: Running) -> None:
     schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
-    for fields in (
+    asks: list[dict[str, Any]] = [
         {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": False}}},
         {"response_format": {"type": "json_object", "schema": schema}},
         {"structured_outputs": {"json": schema}},
         {"structured_outputs": {"json": json.dumps(schema)}},
-    ):
-        assert json.loads(content(demo, **fields)) in ({"a": 1}, {"a": 2})
-    assert isinstance(json.loads(content(demo, response_format={"type": "json_object"}, temperature=0)), dict)
-    assert isinstance(json.loads(content(demo, structured_outputs={"json_object": True}, temperature=0)), dict)
-    assert content(demo, structured_outputs={"choice": ["red", "green"]}) in ("red", "green")
-    assert re.fullmatch(r"\d{3}-[a-f]{2}", content(demo, structured_outputs={"regex": r"\d{3}-[a-f]{2}"}))
-    grammar = 'root ::= "<" [a-z]{2,9} ">"'
-    assert re.fullmatch("<[a-z]{2,9}>", content(demo, structured_outputs={"grammar": grammar}))
-    assert content(demo, structured_outputs={"choice": ["<think>x"]}) == "<think>x", "no thought, but the answer"
-    free = content(demo, response_format={"type": "text"}, temperature=0)
-    assert free == content(demo, temperature=0, structured_outputs={"json_object": False})
+        {"response_format": {"type": "json_object"}, "temperature": 0},
+        {"structured_outputs": {"json_object": True}, "temperature": 0},
+        {"structured_outputs": {"choice": ["red", "green"]}},
+        {"structured_outputs": {"regex": r"\d{3}-[a-f]{2}"}},
+        {"structured_outputs": {"grammar": 'root ::= "<" [a-z]{2,9} ">"'}},
+        {"structured_outputs": {"choice": ["<think>x"]}},
+        {"response_format": {"type": "text"}, "temperature": 0},
+        {"structured_outputs": {"json_object": False}, "temperature": 0},
+    ]
+    answers = at_once(*(partial(content, demo, **fields) for fields in asks))
+    *fitting, some, another, chosen, matched, derived, thought, free, also_free = answers
+    assert all(json.loads(answer) in ({"a": 1}, {"a": 2}) for answer in fitting)
+    assert isinstance(json.loads(some), dict) and isinstance(json.loads(another), dict)
+    assert chosen in ("red", "green")
+    assert re.fullmatch(r"\d{3}-[a-f]{2}", matched) and re.fullmatch("<[a-z]{2,9}>", derived)
+    assert thought == "<think>x", "no thought, but the answer"
+    assert free == also_free
 
 
 def test_completions_too_with_their_logprobs(demo_client: openai.OpenAI) -> None:
@@ -138,9 +147,11 @@ def test_the_answer_behind_a_thought_fits(demo: Running) -> None:
 
     source = backend.template.source
 
-    def said(ending: str, **fields: Any) -> dict[str, Any]:
+    def ends_with(ending: str) -> None:
         template = ChatTemplate(source + "{%- if add_generation_prompt %}{{- '" + ending + "' }}{%- endif %}{# <think> #}")
         demo.service.attach(Backend(backend.handle, backend.tokenizer, template))
+
+    def said(**fields: Any) -> dict[str, Any]:
         body = {"messages": ASK, "max_tokens": 150, "seed": 3, "structured_outputs": {"regex": "[ab]{4}"}, **fields}
         (choice,) = httpx.post(demo.url + CHAT, json=body, timeout=60).raise_for_status().json()["choices"]
         assert choice["finish_reason"] == "stop"
@@ -148,15 +159,19 @@ def test_the_answer_behind_a_thought_fits(demo: Running) -> None:
         return message
 
     try:
-        for fields in ({"temperature": 0.8}, {"thinking_budget": 4}, {"thinking_budget": 0}, {"logit_bias": {str(end): 20}}):
-            message = said("<think>\\n", **fields)
+        ends_with("<think>\\n")
+        asks: list[dict[str, Any]]
+        asks = [{"temperature": 0.8}, {"thinking_budget": 4}, {"thinking_budget": 0}, {"logit_bias": {str(end): 20}}]
+        for fields, message in zip(asks, at_once(*(partial(said, **fields) for fields in asks)), strict=True):
             assert re.fullmatch("[ab]{4}", message["content"]), message
             assert bool(message.get("reasoning_content")) == (
                 fields != {"thinking_budget": 0} and "logit_bias" not in fields
             )
-        chosen = said("", logit_bias={str(begin): 30}, thinking_budget=4)
+        ends_with("")
+        chosen = said(logit_bias={str(begin): 30}, thinking_budget=4)
         assert chosen["reasoning_content"] and re.fullmatch("[ab]{4}", chosen["content"])
-        ended = said("<think>\\n\\n</think>\\n\\n", logit_bias={str(begin): 30})
+        ends_with("<think>\\n\\n</think>\\n\\n")
+        ended = said(logit_bias={str(begin): 30})
         assert re.fullmatch("[ab]{4}", ended["content"]) and not ended.get("reasoning_content")
     finally:
         demo.service.attach(backend)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import httpx
 import openai
 import pytest
+from demo_server import at_once
 from openai.types.chat import ChatCompletionChunk
 from scripted import END, Running, bursts, eventually, joined
 
@@ -215,15 +217,15 @@ def test_tool_choice_is_what_happens(demo_client: openai.OpenAI) -> None:
     hello: list[Any] = [{"role": "user", "content": "Write a poem about the sea."}]
     asked: dict[str, Any] = {"model": "demo", "temperature": 0.7, "seed": 1, "max_tokens": 60}
     tools = [QUERY, OTHER]
+    named: Any = {"type": "function", "function": {"name": "get_weather"}}
     for messages in (ASK, hello):
-        (free,) = client.chat.completions.create(messages=messages, tools=tools, tool_choice="none", **asked).choices
-        assert free.message.tool_calls is None
-        named: Any = {"type": "function", "function": {"name": "get_weather"}}
-        (told,) = client.chat.completions.create(messages=messages, tools=tools, tool_choice=named, **asked).choices
-        assert told.message.tool_calls and told.message.tool_calls[0].type == "function"
-        assert told.message.tool_calls[0].function.name == "get_weather"
-        (must,) = client.chat.completions.create(messages=messages, tools=tools, tool_choice="required", **asked).choices
-        assert must.message.tool_calls
+        create = partial(client.chat.completions.create, messages=messages, tools=tools, **asked)
+        answers = at_once(*(partial(create, tool_choice=choice) for choice in ("none", named, "required")))
+        free, told, must = (answer.choices[0].message for answer in answers)
+        assert free.tool_calls is None
+        assert told.tool_calls and told.tool_calls[0].type == "function"
+        assert told.tool_calls[0].function.name == "get_weather"
+        assert must.tool_calls
 
 
 def test_a_thought_ends_with_its_budget(demo: Running, demo_client: openai.OpenAI) -> None:
@@ -238,9 +240,10 @@ def test_a_thought_ends_with_its_budget(demo: Running, demo_client: openai.OpenA
         (unbound,) = client.chat.completions.create(messages=ASK, **asked).choices
         thought = getattr(unbound.message, "reasoning_content", "")
         assert unbound.message.content == "" and thought, "the whole answer is a thought"
-        for budget in (0, 1, 6):
-            bound = client.chat.completions.create(messages=ASK, extra_body={"thinking_budget": budget}, **asked)
-            (answer,) = bound.choices
+        create = partial(client.chat.completions.create, messages=ASK, **asked)
+        budgets = (0, 1, 6)
+        bound = at_once(*(partial(create, extra_body={"thinking_budget": budget}) for budget in budgets))
+        for budget, (answer,) in zip(budgets, (each.choices for each in bound), strict=True):
             thought_then = getattr(answer.message, "reasoning_content", "")
             assert thought.startswith(thought_then)
             assert len(backend.tokenizer.encode(thought_then)) <= budget
