@@ -15,7 +15,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Any:
     where = tmp_path_factory.mktemp("fuzz")
     values = {"model": "demo", "draft": "demo", "lanes": str(fuzz.LANES)}
     with Server(
-        read_servers()["paceline"], (*fuzz.FLAGS, "--max-ctx", "80"), values, where / "log", where / "trace"
+        read_servers()["paceline"], (*fuzz.FLAGS, "--max-ctx", "48"), values, where / "log", where / "trace"
     ) as server:
         yield server
 

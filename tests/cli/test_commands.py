@@ -43,7 +43,7 @@ def test_help_and_version_need_no_torch() -> None:
 
 
 def test_generate_gives_the_same_text_with_and_without_speculation(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["generate", QUESTION, "--max-tokens", "24", "--seed", "7"]
+    arguments = ["generate", QUESTION, "--max-tokens", "12", "--seed", "7"]
     text = output(capsys, *arguments)
     assert len(text) > 20
     assert output(capsys, *arguments, "--no-speculation") == text
@@ -65,12 +65,10 @@ def test_generate_reports_figures_on_stderr(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_generate_stops_at_a_stop_string(capsys: pytest.CaptureFixture[str]) -> None:
-    text = output(capsys, "generate", QUESTION, "-n", "24", "--temperature", "0").strip()
+    arguments = ["generate", QUESTION, "-n", "12", "--temperature", "0"]
+    text = output(capsys, *arguments).strip()
     cut = text[5:8]
-    assert (
-        output(capsys, "generate", QUESTION, "-n", "24", "--temperature", "0", "--stop", cut)
-        == text[: text.index(cut)] + "\n"
-    )
+    assert output(capsys, *arguments, "--stop", cut) == text[: text.index(cut)] + "\n"
 
 
 def test_inspect_shows_the_demo_pair(capsys: pytest.CaptureFixture[str]) -> None:
@@ -113,6 +111,7 @@ def test_help_says_what_is_not_used_without_speculation(capsys: pytest.CaptureFi
 def test_selfcheck_passes_on_this_machine(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     cases = paceline.selfcheck.all_cases()[:2]
     monkeypatch.setattr(paceline.selfcheck, "all_cases", lambda device: cases)
+    monkeypatch.setattr(selfcheck, "_MAX_TOKENS", 8)
     shown = output(capsys, "selfcheck", "--device", "cpu")
     assert shown.startswith("The arithmetic of the engine, pl-") and "device=cpu" in shown.splitlines()[0]
     assert shown.count("  ok  ") == len(cases) + 3
@@ -138,7 +137,8 @@ def test_selfcheck_fails_when_an_operation_or_the_pair_does(
 
 
 def test_demo_runs_twice_and_compares(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo, "PER_SUITE", 2)  # more prompts than lanes
+    monkeypatch.setattr(demo, "PER_SUITE", 1)
+    monkeypatch.setattr(demo, "LANES", 3)  # fewer than prompts
     monkeypatch.setattr(demo, "MAX_TOKENS", 8)
     shown = output(capsys, "demo")
     for part in (
@@ -147,10 +147,10 @@ def test_demo_runs_twice_and_compares(capsys: pytest.CaptureFixture[str], monkey
         "median TTFT",
         "acceptance length",
         "Tokens identical: yes",
-        "of 8 requests",
+        "of 4 requests",
     ):
         assert part in shown
-    assert shown.count("first after") == 2 * 8
+    assert shown.count("first after") == 2 * 4
     assert "\x1b" not in shown
 
 

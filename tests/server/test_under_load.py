@@ -58,10 +58,10 @@ def test_a_mixed_load_stays_exact_and_loses_nothing(monkeypatch: pytest.MonkeyPa
             watch.cancelled.setdefault(request_id, watch.rounds)
 
         monkeypatch.setattr(engine, "cancel", noted)
-        asked = [shortened(one) for one in catalogue(24, seed=1)]
+        asked = [shortened(one) for one in catalogue(16, seed=1)]
         answers = soak.alone(server.url, asked)
         clients = soak.Soak(server.url, asked, answers, seed=1)
-        clients.run(60)
+        clients.run(40)
         assert not clients.tally.failures
         outcomes = Counter(outcome.split(": ")[-1] for outcome in clients.tally.outcomes.elements())
         assert outcomes["exact"] > 10 and outcomes["left"] > 3
