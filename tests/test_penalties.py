@@ -103,13 +103,13 @@ def test_tokens_outside_the_vocabulary_are_refused() -> None:
 
 def test_the_engine_adjusts_whatever_is_drafted() -> None:
     prompts = ["The river", "1 2 3 4", "def f(x):"]
-    greedy = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+    greedy = SamplingParams(temperature=0.0, max_tokens=14, ignore_eos=True)
     with LLM(max_concurrency=1, max_ctx=256, speculation=False) as llm:
         plain = llm.generate(prompts, greedy)
         first, last = plain[2].tokens[0], plain[2].tokens[-1]
         sampling = [
             replace(greedy, repetition_penalty=1.3),
-            SamplingParams(seed=3, frequency_penalty=0.6, presence_penalty=0.4, max_tokens=24, min_tokens=24),
+            SamplingParams(seed=3, frequency_penalty=0.6, presence_penalty=0.4, max_tokens=14, min_tokens=14),
             replace(greedy, logit_bias={last: -100.0}, banned_token_ids=(first,)),
         ]
         alone = llm.generate(prompts, sampling)
@@ -117,5 +117,5 @@ def test_the_engine_adjusts_whatever_is_drafted() -> None:
         drafted = llm.generate(prompts, sampling)
     assert [r.tokens for r in drafted] == [r.tokens for r in alone]
     assert all(a.tokens != b.tokens for a, b in zip(drafted, plain, strict=True))
-    assert len(drafted[1].tokens) == 24 and not {first, last} & set(drafted[2].tokens)
+    assert len(drafted[1].tokens) == 14 and not {first, last} & set(drafted[2].tokens)
     assert any(keep > 1 for result in drafted for keep in result.stats.keeps), "drafts were accepted"

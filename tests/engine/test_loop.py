@@ -459,7 +459,7 @@ def test_a_lane_is_given_to_a_higher_priority_and_goes_on(
 ) -> None:
     case = Case("one lane", lanes=1, threads=1, speculation=speculation)
     parts = bench.parts(case, {})
-    batch = replace(request(parts, "1", prompts[-1], 24), priority=5)
+    batch = replace(request(parts, "1", prompts[2], 24), priority=5)
     urgent = request(parts, "2", prompts[1], 8)
 
     late: list[Message] = [Submit(urgent)]

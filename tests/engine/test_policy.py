@@ -152,8 +152,8 @@ def test_close_to_the_best_fixed_number_of_drafts(machine: Machine, clients: int
     """Means over many requests: a run of a few is decided by the dice."""
     policy = machine.seeded()
     serve(policy, machine, acceptance, requests=1, label="warm-up ")
-    run = serve(policy, machine, acceptance, clients=clients, requests=200)
-    best = min(serve(FixedK(drafts), machine, acceptance, clients=clients, requests=200).seconds for drafts in range(BLOCK))
+    run = serve(policy, machine, acceptance, clients=clients, requests=100)
+    best = min(serve(FixedK(drafts), machine, acceptance, clients=clients, requests=100).seconds for drafts in range(BLOCK))
     assert best >= (0.98 if acceptance == 0.787 and machine is not CPU else 0.95) * run.seconds
 
 
@@ -172,7 +172,7 @@ def test_costs_are_learned_from_rounds(machine: Machine, clients: int) -> None:
     cold, seeded = AutoPolicy(), machine.seeded()
     for policy in (cold, seeded):
         serve(policy, machine, 0.787, clients=clients, requests=20, label="warm-up ", noise=0.1)
-    times = [serve(policy, machine, 0.787, clients=clients, requests=150, noise=0.1).seconds for policy in (cold, seeded)]
+    times = [serve(policy, machine, 0.787, clients=clients, requests=75, noise=0.1).seconds for policy in (cold, seeded)]
     assert times[0] < 1.05 * times[1]
 
 

@@ -14,8 +14,8 @@ from paceline.state.shapes import StateShape
 
 
 @pytest.mark.parametrize("lanes", [1, 3])
-def test_warming_up_leaves_no_trace(lanes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    parts = Workbench().parts(Case("warm-up", lanes=lanes, threads=torch.get_num_threads()), {})
+def test_warming_up_leaves_no_trace(lanes: int, bench: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = bench.parts(Case("warm-up", lanes=lanes, threads=torch.get_num_threads()), {})
     rounds: list[Round] = []
     original = parts.runner.run
 
@@ -32,9 +32,9 @@ def test_warming_up_leaves_no_trace(lanes: int, monkeypatch: pytest.MonkeyPatch)
     assert {span.drafts for round in rounds for span in round.verify} == {0, 7}
 
 
-def test_there_is_room_for_the_longest_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_there_is_room_for_the_longest_blocks(bench: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of which hold."""
-    runner = Workbench().parts(Case("warm-up", lanes=1, threads=torch.get_num_threads()), {}).runner
+    runner = bench.parts(Case("warm-up", lanes=1, threads=torch.get_num_threads()), {}).runner
     pool, longest = runner.pool, 0
     monkeypatch.setattr(runner.drafter, "block_size", 64, raising=False)
     monkeypatch.setattr(StateShape, "draft_rows", 64)
