@@ -26,7 +26,7 @@ from paceline.bench.law_cases import Case, against_itself, table
 from paceline.engine.arithmetic import resolve_dtype
 
 OFF = Case("off, 1 lane", lanes=1, speculation=False, max_tokens=24, threads=1)
-ON = Case("on, 1 lane", OFF.name, lanes=1, max_tokens=24, threads=1)
+ON = Case("on, 1 lane", OFF.name, lanes=1, max_tokens=20, threads=1)
 LIKE_ON = replace(ON, keeps_of=ON.name)
 BRIEF_OFF, BRIEF = replace(OFF, max_tokens=16), replace(ON, max_tokens=16)
 """Where neither acceptances are compared nor lanes are parked, which takes some rounds. Within 16 tokens thoughts and
@@ -41,12 +41,12 @@ CASES = [
     replace(LIKE_ON, name="on, 3 lanes, 64 prompt tokens a round", lanes=3, prefill_tokens=64),
     replace(LIKE_ON, name="on, 2 lanes, neighbours", lanes=2, neighbours=True),
     replace(BRIEF, name="on, 5 lanes, drafts vary, every other request plain", lanes=5, vary=True, mixed=True),
-    replace(ON, name="on, 8 lanes, scripted drafter", lanes=8, drafter="scripted"),
+    replace(ON, name="on, 8 lanes, scripted drafter", lanes=8, drafter="scripted", max_tokens=24),
     replace(BRIEF, name="on, 6 lanes, random drafter", lanes=6, drafter="random"),
     replace(BRIEF, name="on, 3 lanes, auto policy, every other request plain", lanes=3, draft_policy="auto", mixed=True),
     replace(BRIEF, name="on, 6 lanes, auto policy, random drafter", lanes=6, draft_policy="auto", drafter="random"),
     replace(BRIEF, name="on, 6 lanes, window 64, 3 drafts", lanes=6, draft_swa=64, draft_block_size=4),
-    replace(OFF, name="off, 1 lane, adjusted", adjusted=True),
+    replace(OFF, name="off, 1 lane, adjusted", adjusted=True, max_tokens=20),
     replace(
         ON, name="on, 6 lanes, adjusted, drafts vary", tokens_of="off, 1 lane, adjusted", adjusted=True, vary=True, lanes=6
     ),
@@ -54,7 +54,7 @@ CASES = [
     replace(
         BRIEF, name="on, 6 lanes, forced, drafts vary", tokens_of="off, 1 lane, forced", forced=True, vary=True, lanes=6
     ),
-    replace(OFF, name="off, 1 lane, structured", structured=True, adjusted=True),
+    replace(OFF, name="off, 1 lane, structured", structured=True, adjusted=True, max_tokens=20),
     replace(
         ON,
         name="on, 6 lanes, structured, parking, drafts vary",
@@ -70,12 +70,14 @@ CASES = [
         ON, name="on, 3 lanes, choices", tokens_of="off, 1 lane, choices", choices=2, scored=True, lanes=3, max_tokens=8
     ),
     replace(LIKE_ON, name="on, 3 lanes, parking", lanes=3, parking=True),
-    replace(OFF, name="off, 3 lanes, parking, rounds fail", tokens_of=OFF.name, lanes=3, parking=True, faults=True),
+    replace(
+        OFF, name="off, 3 lanes, parking, rounds fail", tokens_of=OFF.name, lanes=3, parking=True, faults=True, max_tokens=20
+    ),
     replace(ON, name="on, 2 lanes, priorities, parking, drafts vary", lanes=2, priorities=True, parking=True, vary=True),
     replace(BRIEF, name="on, 4 lanes, a bound out of reach", lanes=4, itl_budget_ms=0.001, prefill_tokens=64),
-    *against_itself(replace(BRIEF, lanes=6, cache_type_k="f32", cache_type_v="f32"), "f32", lanes=2),
-    *against_itself(replace(BRIEF, lanes=6, cache_type_k="f16", cache_type_v="f16"), "f16", lanes=2),
-    *against_itself(replace(BRIEF, lanes=6, cache_type_k="bf16", cache_type_v="bf16"), "bf16", lanes=2),
+    *against_itself(replace(BRIEF, lanes=6, cache_type_k="f32", cache_type_v="f32"), "f32", lanes=3),
+    *against_itself(replace(BRIEF, lanes=6, cache_type_k="f16", cache_type_v="f16"), "f16", lanes=3),
+    *against_itself(replace(BRIEF, lanes=6, cache_type_k="bf16", cache_type_v="bf16"), "bf16", lanes=3),
     *against_itself(replace(BRIEF, lanes=3, dtype=OTHER_DTYPE), OTHER_DTYPE, lanes=2),
 ]
 

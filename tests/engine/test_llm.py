@@ -19,7 +19,7 @@ from paceline.weights.load import open_target
 MAX_CTX = 256
 TEXT = "The quick brown fox"
 HELLO: list[dict[str, str]] = [{"role": "user", "content": "Hello!"}]
-GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
@@ -71,10 +71,10 @@ def test_usage_and_statistics(llm: LLM) -> None:
     result = llm.generate(TEXT, GREEDY)[0]
     usage, stats = result.usage, result.stats
     assert usage.prompt_tokens == len(llm.tokenizer.encode(TEXT)) == stats.prompt_tokens
-    assert usage.completion_tokens == len(result.tokens) == stats.completion_tokens == 24
+    assert usage.completion_tokens == len(result.tokens) == stats.completion_tokens == 16
     assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
-    assert 1 + sum(stats.keeps) == 24
-    assert stats.rounds == len(stats.keeps) < 23, "speculation takes fewer rounds than tokens"
+    assert 1 + sum(stats.keeps) == 16
+    assert stats.rounds == len(stats.keeps) < 15, "speculation takes fewer rounds than tokens"
     assert sum(keep - 1 for keep in stats.keeps) == stats.accepted <= stats.drafted
     assert min(stats.queue_seconds, stats.prefill_seconds, stats.decode_seconds) >= 0
 
@@ -83,10 +83,10 @@ def test_a_stop_string_ends_the_text_before_it(llm: LLM) -> None:
     whole = llm.generate([HELLO], GREEDY)[0]
     middle = len(whole.text) // 2
     stop = whole.text[middle : middle + 3]
-    result = llm.generate([HELLO], SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, stop=("never", stop)))[0]
+    result = llm.generate([HELLO], SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, stop=("never", stop)))[0]
     assert result.text == whole.text[: whole.text.index(stop)]
     assert result.finish_reason == "stop"
-    assert result.tokens == whole.tokens[: len(result.tokens)] and len(result.tokens) < 24
+    assert result.tokens == whole.tokens[: len(result.tokens)] and len(result.tokens) < 16
     assert 1 + sum(result.stats.keeps) == len(result.tokens) == result.usage.completion_tokens
     assert result.stats.completion_tokens == len(result.tokens)
 
@@ -95,7 +95,7 @@ def test_a_stop_id_ends_the_answer_and_does_not_show(llm: LLM) -> None:
     whole = llm.generate([HELLO], GREEDY)[0]
     stop = whole.tokens[5]
     first = whole.tokens.index(stop)
-    result = llm.generate([HELLO], SamplingParams(temperature=0, max_tokens=24, stop_token_ids=(stop,)))[0]
+    result = llm.generate([HELLO], SamplingParams(temperature=0, max_tokens=16, stop_token_ids=(stop,)))[0]
     assert result.finish_reason == "stop"
     assert result.tokens == whole.tokens[: first + 1]
     shown = b"".join(llm.tokenizer.token_bytes(token) for token in whole.tokens[:first])
@@ -264,9 +264,9 @@ def test_counters(llm: LLM) -> None:
     before = llm.stats()
     result = llm.generate(TEXT, GREEDY)[0]
     after = llm.stats()
-    assert after.generated_tokens - before.generated_tokens == 24
+    assert after.generated_tokens - before.generated_tokens == 16
     assert after.prompt_tokens - before.prompt_tokens == result.usage.prompt_tokens
-    assert after.emitted_in_verify - before.emitted_in_verify == 23
+    assert after.emitted_in_verify - before.emitted_in_verify == 15
     assert after.verify_spans - before.verify_spans == len(result.stats.keeps)
     assert sum(after.accepted) - sum(before.accepted) == result.stats.accepted
     assert after.acceptance_length > 1
@@ -274,7 +274,7 @@ def test_counters(llm: LLM) -> None:
 
 
 def test_no_more_drafts_than_the_most_are_verified_and_the_tokens_stay(llm: LLM) -> None:
-    params = SamplingParams(temperature=0.8, seed=3, max_tokens=24)
+    params = SamplingParams(temperature=0.8, seed=3, max_tokens=16)
     (expected,) = llm.generate(TEXT, params)
     with LLM(max_concurrency=1, max_ctx=MAX_CTX, threads=1, draft_policy="fixed", draft_max=1) as capped:
         (result,) = capped.generate(TEXT, params)
