@@ -10,7 +10,7 @@ import pytest
 
 import paceline.ops
 
-LASTING = {"weight", "state", "head_map", "lanes", "starts", "lengths", "bases"}
+LASTING = {"weight", "state", "head_map", "lanes", "row_span", "starts", "lengths", "bases"}
 """What no kernel of a forward writes, so that it may be read before: weights, committed states and the facts of a batch."""
 TURNS = ("await_turn(PDL)", "await_turn_alone(PDL)")
 LAUNCH = Path(paceline.ops.__path__[0]) / "launch.py"

@@ -86,9 +86,9 @@ _PAGE = tl.constexpr(PAGE_SIZE)
 _NEAR, _MIDDLE, _FAR = tl.constexpr(cuts.NEAR), tl.constexpr(cuts.MIDDLE), tl.constexpr(cuts.FAR)
 _MIDDLE_BEGIN, _FAR_BEGIN = tl.constexpr(cuts.MIDDLE_BEGIN), tl.constexpr(cuts.FAR_BEGIN)
 _MIDDLE_FIRST, _FAR_FIRST = tl.constexpr(cuts.MIDDLE_FIRST), tl.constexpr(cuts.FAR_FIRST)
-_VARYING = ["tiles_per_span", "table_stride", "widest", "pieces", "window"]
+_VARYING = ["tiles_per_span", "table_stride", "pieces", "window"]
 """Arguments that change from batch to batch: Triton would compile anew where one is 1 or a multiple of 16."""
-_FACTS = ["lanes", "starts", "lengths", "bases"]
+_FACTS = ["lanes", "row_span", "starts", "lengths", "bases"]
 """Tensors that may be slices of one, so that each may lie anywhere."""
 _GATE_STRIDES = ["gate_row", "gate_head"]
 _STRIDES = ["q_row", "q_head", "k_row", "k_head", "v_row", "v_head", "angle_row"]
@@ -227,15 +227,15 @@ def _attend_and_add(
     if not whole:
         gate, factors, factor = to_rows or (None, None, 1.0)
         channels = min(padded, _SUM_CHANNELS)
-        _add_pieces[batch.num_spans * widest, heads, padded // channels](
+        _add_pieces[rows, heads, padded // channels](
             parts,
             peaks,
             totals,
             out,
             gate,
             factors,
+            batch.row_span,
             *spans,
-            widest,
             *facts,
             *((0, 0) if gate is None else (stride // 4 for stride in gate.stride()[:2])),
             factor,
@@ -439,10 +439,10 @@ def _add_pieces(
     out,
     gate,
     factors,
+    row_span,
     starts,
     lengths,
     bases,
-    widest,
     pieces,
     window,
     gate_row,
@@ -462,10 +462,11 @@ def _add_pieces(
     score of all; one thread has all pieces of its channels, or two have, so that hardly anything waits for anything but its
     loads. With a gate the result is multiplied by its sigmoid and by ``scale``, which ``undone`` undoes. Strides of the gate
     are those of groups of four elements, which tells the compiler that there are such groups."""
-    span, within = tl.program_id(0) // widest, tl.program_id(0) % widest
+    row = tl.program_id(0).to(tl.int64)
+    span = tl.load(row_span + row)
     base = tl.load(bases + span).to(tl.int32)
     length = tl.load(lengths + span).to(tl.int32)
-    row = tl.load(starts + span).to(tl.int64) + within
+    within = (row - tl.load(starts + span)).to(tl.int32)
     await_turn(PDL)
     if within >= length:
         return
