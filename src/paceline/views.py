@@ -60,7 +60,7 @@ class TargetViews:
 
 @dataclass(slots=True)
 class ContextView:
-    """One drafter layer: where a forward leaves the context K/V rows [N, Hkv, D] of its tokens; commit stores the kept."""
+    """One drafter layer: where a forward leaves the context K/V rows [N, Hkv, D] of its tokens, for the pool to store."""
 
     k: Tensor | None = None
     v: Tensor | None = None

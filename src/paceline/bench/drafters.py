@@ -45,7 +45,7 @@ class ScriptedDrafter:
         """Never asked: there are no taps."""
 
     def catch_up(self, spans: Sequence[VerifySpan], pool: StatePool) -> None:
-        """Never asked either."""
+        """Nor this: a pool without a drafter's geometry keeps no features."""
 
     def propose(self, spans: Sequence[VerifySpan], pool: StatePool) -> Tensor:
         return torch.tensor([self._block(span) for span in spans], device=pool.device)

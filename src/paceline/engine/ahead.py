@@ -2,9 +2,9 @@
 the host.
 
 All that they depend on is on the device once a round has been committed: how many rows each lane keeps and which token it
-goes on with. What they write lies behind the committed rows, where nobody looks. Once the next round is known, what was
-computed for it is used, to the bit what it would have computed, or else forgotten. Lanes that have ended meanwhile stay in
-the forward as rows of nobody.
+goes on with. What they write lies behind the committed rows, where nobody looks, or is the drafter's context of these. Once
+the next round is known, what was computed for it is used, to the bit what it would have computed, or else forgotten. Lanes
+that have ended meanwhile stay in the forward as rows of nobody.
 """
 
 from __future__ import annotations

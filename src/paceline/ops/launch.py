@@ -10,8 +10,8 @@ waits until that one has ended and its writes can be seen. So a kernel launched 
 - calls it before it touches anything that another kernel may write or still read. What is left are weights, and what only
   changes between forwards: the facts of a batch, page tables, and committed states, histories, keys and values. A forward
   writes keys and values of its own rows only, behind those that are committed; kernels that change committed states and
-  histories call ``await_turn_alone``, and between a commit and the next forward something is launched without ``pdl``, if
-  only the forward's graph.
+  histories call ``await_turn_alone``, and between a commit, or the drafter's context that is made of committed rows, and
+  the next forward something is launched without ``pdl``, if only the forward's graph.
 
 A kernel launched without it waits for everything, and what is launched behind it, for it.
 """

@@ -4,8 +4,9 @@ A round opens a transaction, its forwards read committed state and leave what th
 visible (K/V pages, features) or in the transaction (replay logs, new prefill states, raw convolution inputs, the drafter's
 context of prompts). ``commit`` moves everything together; after ``abort`` every committed byte is as it was.
 
-Generated rows leave features, and their context is made when the drafter is asked next, or when enough of them wait
-(``backlog``): where nobody drafts that is once for many rounds.
+Generated rows leave features. Their context is made of these (``write_context``) when the drafter is asked next, or when
+enough of them wait (``backlog``): where nobody drafts that is once for many rounds. It is of committed rows and the same
+whenever it is made, so it needs no transaction.
 """
 
 from __future__ import annotations
